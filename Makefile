@@ -1,0 +1,37 @@
+# setup, demo and test each work on a bare machine with python3 >= 3.11 and its venv module, and again where .venv exists.
+PYTHON ?= python3
+TORCH  ?= pinned
+PY     := .venv/bin/python
+export HF_HUB_OFFLINE = 1  # nothing here needs the Hub, so nothing waits for it
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/ready
+
+.venv/ready: requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python3 >= 3.11 is needed, this is $$($(PYTHON) -V); name another with make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "python3 lacks the venv module: apt-get install python3-venv" >&2; exit 2; }
+ifeq ($(TORCH),system)
+	$(PYTHON) -m venv --system-site-packages .venv
+	@$(PY) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' || { echo "TORCH=system needs this python to have torch >= 2.11" >&2; exit 2; }
+	grep -hv -e '^torch==' -e '^-r' requirements.txt requirements-dev.txt > .venv/requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
+else
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+endif
+	@touch $@
+
+demo: setup
+	$(PY) prepare.py config/data_demo.py
+	$(PY) train.py config/train_demo.py
+	$(PY) sample.py --out_dir=out/demo
+
+lint: setup
+	$(PY) -m ruff check .
+
+test: lint
+	$(PY) -m pytest -q --durations=15 tests
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

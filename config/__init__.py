@@ -1,0 +1,143 @@
+"""Settings: one frozen dataclass a script, overridden by config files and --key=value, later wins.
+
+    python train.py config/train_0p5b.py --learning_rate=3e-4
+
+A config file is plain Python that assigns keys. Every key, its type and its default stand in the script's `Config`;
+the comment behind a field is its help text.
+"""
+import dataclasses
+import difflib
+import inspect
+import math
+import os
+import re
+import runpy
+import sys
+from types import ModuleType
+
+
+class Refused(Exception):
+    """Settings, data or a disk this job will not start with. The message is one line for a person; exit code 2."""
+
+
+def _end_in_one_line(kind, error, trace):
+    """What an uncaught exception prints: a refusal or a missing package is one line and exit code 2, from rank 0 alone."""
+    script = os.path.basename(sys.argv[0]) or "python"
+    if issubclass(kind, ModuleNotFoundError) and error.name:
+        message = f"the package '{error.name}' is not installed: run `make setup`, then `source .venv/bin/activate`"
+    elif issubclass(kind, Refused):
+        message = str(error)
+    else:
+        return sys.__excepthook__(kind, error, trace)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{script}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+sys.excepthook = _end_in_one_line
+
+
+def _shown(value):
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def convert(key, kind, value, origin):
+    """`value` (text from the command line, or a Python value from a file) as a field's type. Raises Refused."""
+    wrong = Refused(f"{origin}: {key} expects {kind.__name__}, got {_shown(value)}")
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        words = {"true": True, "1": True, "false": False, "0": False}
+        if str(value).lower() not in words:
+            raise Refused(f"{wrong} (true, false, 1 or 0)")
+        return words[str(value).lower()]
+    if kind in (int, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise wrong
+        try:
+            number = value if isinstance(value, float) else int(value)
+        except ValueError:
+            try:
+                number = float(value)  # "3e-4"; also "1e3" for an int, since it is whole
+            except ValueError:
+                raise wrong from None
+        if isinstance(number, float) and (not math.isfinite(number) or (kind is int and number != int(number))):
+            raise wrong
+        return kind(number)
+    if kind is str:
+        if not isinstance(value, str):
+            raise wrong
+        return value
+    if kind is tuple:  # given once or several times on the command line, as a list in a file
+        return (value,) if isinstance(value, (str, dict)) else tuple(value)
+    raise TypeError(f"{key}: no settings are of type {kind}")
+
+
+def helps(config_class):
+    """{key: help text}, read from the comment behind each field."""
+    lines = inspect.getsource(config_class).splitlines()
+    return {m[1]: m[2] for line in lines if (m := re.match(r"\s+(\w+): \w+ = .*?#\s*(.*)", line))}
+
+
+def show_help(config_class, doc):
+    script = os.path.basename(sys.argv[0])
+    print(f"{doc.strip()}\n\nusage: python {script} [config/FILE.py ...] [--key=value ...]\n")
+    text = helps(config_class)
+    for field in dataclasses.fields(config_class):
+        left = f"  --{field.name}={_shown(field.default)}"
+        print(f"{left:<40} {field.type.__name__:<6} {text.get(field.name, '')}")
+
+
+def read_file(path):
+    """{key: value} of a config file. Raises Refused naming file and line."""
+    if not os.path.isfile(path):
+        raise Refused(f"config file {path} does not exist")
+    try:
+        values = runpy.run_path(path)
+    except Exception as error:
+        last = error.__traceback__
+        while last.tb_next:
+            last = last.tb_next
+        line = getattr(error, "lineno", None) or last.tb_lineno
+        raise Refused(f"config file {path}, line {line}: {type(error).__name__}: {error}") from None
+    return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, ModuleType)}
+
+
+def load(config_class, argv, doc="", positional=None):
+    """A `config_class` with the defaults overridden by `argv`, the words after the script's name.
+
+    `--help` prints every key and exits. `positional`, if given, is a list that takes the words which are neither
+    a `.py` file nor a `--key`. Raises Refused, with the nearest key's name for an unknown one.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    values, given = {}, {}
+
+    def take(key, value, origin):
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0)[0]
+            raise Refused(f"{origin}: unknown key '{key}'; the nearest is '{near}' (--help lists all)")
+        values[key] = convert(key, fields[key].type, value, origin)
+
+    for word in argv:
+        if word in ("--help", "-h"):
+            show_help(config_class, doc)
+            sys.exit(0)
+        if not word.startswith("--"):
+            if word.endswith(".py") or positional is None:
+                for key, value in read_file(word).items():
+                    take(key, value, word)
+            else:
+                positional.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        if key in fields and not equals:
+            raise Refused(f"{word} needs a value: --{key}={_shown(fields[key].default)}")
+        if key in fields and fields[key].type is tuple:
+            given[key] = value = given.get(key, ()) + (value,)
+        take(key, value, "command line")
+    return config_class(**values)
+
+
+def to_argv(config, *keys):
+    """Settings as command-line words, for a script that starts another."""
+    return [f"--{key}={getattr(config, key)}" for key in keys]
