@@ -2,7 +2,8 @@
 PYTHON ?= python3
 TORCH  ?= pinned
 PY     := .venv/bin/python
-export HF_HUB_OFFLINE = 1  # nothing here needs the Hub, so nothing waits for it
+# nothing here needs the Hub, so nothing waits for it
+export HF_HUB_OFFLINE = 1
 
 .PHONY: setup demo test lint clean
 

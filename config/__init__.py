@@ -21,7 +21,7 @@ class Refused(Exception):
 
 
 def _end_in_one_line(kind, error, trace):
-    """What an uncaught exception prints: a refusal or a missing package is one line and exit code 2, from rank 0 alone."""
+    """An uncaught exception: a refusal or a missing package is one line, from rank 0 alone, and exit code 2."""
     script = os.path.basename(sys.argv[0]) or "python"
     if issubclass(kind, ModuleNotFoundError) and error.name:
         message = f"the package '{error.name}' is not installed: run `make setup`, then `source .venv/bin/activate`"
