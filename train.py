@@ -1,0 +1,852 @@
+"""The entire training loop: data/ -> out/.
+
+    python train.py config/train_demo.py
+    torchrun --standalone --nproc_per_node=4 train.py config/train_0p5b.py
+
+The same command again resumes the newest verified checkpoint: same batches, same rates, same numbers.
+"""
+import contextlib
+import datetime
+import faulthandler
+import functools
+import json
+import math
+import os
+import platform
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+from config import Refused, load  # before torch: a missing package then ends in one line
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import prepare
+from model import (
+    IGNORE,
+    PEAK_TFLOPS,
+    Shape,
+    Transformer,
+    describe,
+    flops_per_token,
+    head_loss,
+    load_weights,
+    newest_verified,
+    parameter_groups,
+    saved_steps,
+    sha256_of,
+    why_bad,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    # where things are
+    data_dir: str = "data"  # the folder prepare.py wrote
+    out_dir: str = "out"  # checkpoints, log and record of this run
+    init_from: str = "auto"  # auto: resume, else start; scratch; or a path: its weights at step 0
+    # model
+    n_layer: int = 4  # layers
+    n_head: int = 4  # attention heads
+    n_kv_head: int = 2  # key and value heads, each shared by n_head / n_kv_head query heads
+    n_embd: int = 256  # width
+    ffn_hidden: int = 704  # hidden units of the feed-forward
+    block_size: int = 256  # context, in tokens
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    dropout: float = 0.0  # on the embedding and on each block's output
+    tie_embeddings: bool = True  # the head uses the embedding's matrix
+    doc_mask: bool = False  # attention stays inside a document
+    # a step
+    global_batch_tokens: int = 4096  # tokens of one update over all ranks; accumulation is derived
+    micro_batch_size: int = 16  # windows in one forward and backward of one rank
+    max_steps: int = 1000  # updates
+    max_epochs: int = 0  # refuse a run that reads the data more often than this; 0: no limit
+    # optimizer
+    optimizer: str = "adamw"  # adamw
+    learning_rate: float = 3e-3  # peak
+    min_lr: float = 3e-4  # at the last step
+    warmup_steps: int = 100  # linear from 0 to the peak
+    lr_schedule: str = "cosine"  # cosine; or wsd: stable, then linear to min_lr over the last fifth of the run
+    weight_decay: float = 0.1  # on matrices, embeddings included
+    beta1: float = 0.9  # AdamW's first moment
+    beta2: float = 0.95  # AdamW's second moment
+    adam_eps: float = 1e-8  # AdamW's epsilon
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: off, the norm is still logged
+    label_smoothing: float = 0.0  # of the training loss only
+    # rhythm, in steps
+    log_interval: int = 10  # a line on screen and in log.jsonl
+    eval_interval: int = 200  # validation loss on the first eval_tokens; 0: only at the end
+    eval_tokens: int = 1_000_000  # tokens of a periodic evaluation, split evenly over the sources; the last takes all
+    save_interval: int = 500  # full checkpoint; 0: none at all, the end included
+    weights_interval: int = 0  # weights-only file; 0: never
+    keep_last: int = 2  # newest full checkpoints that stay on disk
+    keep_every: int = 0  # checkpoints at multiples of this many steps are never deleted; 0: none
+    # machine
+    seed: int = 1337  # of weights, order of the data, dropout
+    device: str = "auto"  # auto, cpu, cuda
+    dtype: str = "auto"  # auto, bfloat16, float16, float32: of the autocast; weights and moments are always fp32
+    compile: bool = True  # torch.compile on the layers and the loss
+    activation_checkpointing: bool = False  # recompute each layer in backward: less memory, a third more work
+    loss_chunks: int = 1  # pieces of the batch whose logits stand in memory one after another
+    dist_timeout_s: int = 600  # a step that takes longer is a hang: the job ends and says where
+    peak_tflops: float = 0.0  # dense peak of one device, for MFU; 0: from the table of known devices
+    # safety
+    expect_params: int = 0  # refuse a model of another parameter count; 0: any
+    allow_change: str = ""  # comma-separated keys that may differ from the checkpoint's on resume
+
+
+SHAPE_KEYS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "block_size", "rope_theta", "norm_eps",
+              "tie_embeddings", "doc_mask")
+FIXED_KEYS = SHAPE_KEYS + ("optimizer", "dtype", "seed", "global_batch_tokens")  # refused on resume when changed
+WSD_DECAY = 0.2  # share of the run over which wsd decays (MiniCPM found 10% or more enough)
+MAX_FP16_SKIPS = 20  # updates in a row that the fp16 scaler may skip before it is an alarm
+
+
+def check(c):
+    """Everything about the settings that can be known before a file is touched. Raises Refused."""
+    for key, choices in dict(optimizer=("adamw",), lr_schedule=("cosine", "wsd"), device=("auto", "cpu", "cuda"),
+                             dtype=("auto", "bfloat16", "float16", "float32")).items():
+        if getattr(c, key) not in choices:
+            raise Refused(f"{key}={getattr(c, key)!r} must be one of {', '.join(choices)}")
+    for key in ("global_batch_tokens", "micro_batch_size", "max_steps", "log_interval", "eval_tokens", "loss_chunks",
+                "keep_last", "dist_timeout_s"):
+        if getattr(c, key) < 1:
+            raise Refused(f"{key}={getattr(c, key)} must be at least 1")
+    for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip", "eval_interval", "max_epochs",
+                "save_interval", "weights_interval", "keep_every", "expect_params", "peak_tflops", "seed"):
+        if getattr(c, key) < 0:
+            raise Refused(f"{key}={getattr(c, key)} must not be negative")
+    if c.min_lr > c.learning_rate:
+        raise Refused(f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}")
+    if c.warmup_steps > c.max_steps:
+        raise Refused(f"warmup_steps={c.warmup_steps} is more than max_steps={c.max_steps}")
+    if unknown := set(filter(None, c.allow_change.split(","))) - set(FIXED_KEYS) - {"data"}:
+        raise Refused(f"allow_change names {', '.join(unknown)}; it takes: {', '.join(FIXED_KEYS)}, data")
+
+
+def learning_rate(step, c):
+    """The rate of the update that makes `step`, 1 <= step <= max_steps."""
+    if step <= c.warmup_steps:
+        return c.learning_rate * step / c.warmup_steps
+    if c.lr_schedule == "cosine":
+        done = (step - c.warmup_steps - 1) / max(1, c.max_steps - c.warmup_steps - 1)  # 0 ... 1 at the last step
+        return c.min_lr + (c.learning_rate - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    left = (c.max_steps - step) / max(1, int(WSD_DECAY * c.max_steps))
+    return c.min_lr + (c.learning_rate - c.min_lr) * min(1.0, left)
+
+
+# ---- which tokens a step sees
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed, epoch, n_windows, block_size):
+    """(offset, order) of one epoch. RandomState's stream is frozen, so both are the same on any numpy."""
+    rng = np.random.RandomState([seed, epoch])
+    return int(rng.randint(block_size)), rng.permutation(n_windows)
+
+
+def window_offsets(first, count, n_windows, block_size, seed):
+    """Token offsets (count,) of the windows [first, first + count) of the endless sequence of epochs."""
+    offsets = np.empty(count, dtype=np.int64)
+    for i, window in enumerate(range(first, first + count)):
+        start, order = epoch_order(seed, window // n_windows, n_windows, block_size)
+        offsets[i] = start + order[window % n_windows] * block_size
+    return offsets
+
+
+class Batches:
+    """The windows of each step for this rank, the next step's read in a thread while this one trains."""
+
+    def __init__(self, corpus, c, ranks, device, first_window):
+        self.corpus, self.c, self.ranks, self.device, self.window = corpus, c, ranks, device, first_window
+        self.per_step = c.global_batch_tokens // c.block_size
+        self.accumulation = self.per_step // ranks.world // c.micro_batch_size
+        self.n_windows = (corpus.tokens("train") - c.block_size) // c.block_size
+        if self.n_windows < 1:
+            raise Refused(f"{c.data_dir}: {corpus.tokens('train')} train tokens are less than one window and its "
+                          f"offset, {2 * c.block_size}: take a smaller --block_size or more documents")
+        self.pool = ThreadPoolExecutor(1)
+        self.next = self.pool.submit(self.read, self.window)
+
+    def read(self, first):
+        """(x, y): inputs and targets, both (accumulation, B, T) int64 on the CPU, of the step at window `first`."""
+        c, mine = self.c, self.per_step // self.ranks.world
+        first += self.ranks.rank * mine
+        offsets = window_offsets(first, mine, self.n_windows, c.block_size, c.seed)
+        ids = np.stack([self.corpus.read("train", offset, c.block_size + 1) for offset in offsets])
+        ids = torch.from_numpy(ids).view(-1, c.micro_batch_size, c.block_size + 1)
+        x, y = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
+        return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+
+    def take(self):
+        """(x, y, valid): the next step's batch on the device and this rank's count of valid targets in it."""
+        x, y = self.next.result()
+        self.window += self.per_step
+        self.next = self.pool.submit(self.read, self.window)
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True), int((y != IGNORE).sum())
+
+
+def batch_crc(x, y):
+    """Sum of crc32 over the windows' T + 1 ids as little-endian uint32. x, y as in Batches.read, on any device."""
+    ids = torch.cat((x[..., :1], y), dim=-1).flatten(0, 1).cpu().numpy().astype("<u4")
+    return sum(zlib.crc32(row.tobytes()) for row in ids)
+
+
+def check_batch(c, world):
+    """Refuses a global batch that this many ranks and this micro-batch can't divide, naming values that work."""
+    windows, rest = divmod(c.global_batch_tokens, c.block_size)
+    unit = world * c.micro_batch_size
+    if rest or windows == 0 or windows % unit:
+        near = sorted({max(1, windows // unit) * unit, (windows // unit + 1) * unit})
+        sizes = [str(n) for n in range(1, windows + 1) if windows and not rest and windows % (world * n) == 0]
+        ranks = [str(n) for n in range(1, windows + 1) if not rest and windows % (n * c.micro_batch_size) == 0]
+        raise Refused(
+            f"global_batch_tokens={c.global_batch_tokens} can't be cut into {world} rank(s) x micro_batch_size "
+            f"{c.micro_batch_size} x block_size {c.block_size}; valid: global_batch_tokens="
+            f"{' or '.join(str(n * c.block_size) for n in near)}; micro_batch_size {' '.join(sizes[-8:]) or 'none'}; "
+            f"ranks {' '.join(ranks[-12:]) or 'none'}")
+
+
+# ---- ranks, device, precision
+
+class Ranks:
+    """This process among those torchrun started. Alone, every exchange is the identity."""
+
+    def __init__(self):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+
+    def join(self, timeout_s):
+        if self.world > 1:
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(self, value):
+        """[value of every rank], on every rank. Small Python objects, over the CPU."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, *numbers):
+        """Sums over ranks, as floats exact to 2**53, in one small all-reduce on the CPU."""
+        total = torch.tensor(numbers, dtype=torch.float64)
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def together(self, function, *args):
+        """function(*args) on every rank; where one refuses, all refuse with its message. Returns this rank's result."""
+        result, error = None, None
+        try:
+            result = function(*args)
+        except Refused as refused:
+            error = f"rank {self.rank}: {refused}" if self.rank else str(refused)
+        if error := next(filter(None, self.gather(error)), None):
+            raise Refused(error)
+        return result
+
+
+def pick_device(c, local_rank):
+    """The torch device of this process. Raises Refused where an NVIDIA device is there but CUDA does not work."""
+    works = torch.cuda.is_available()
+    if not works and (c.device == "cuda" or (c.device == "auto" and os.path.exists("/dev/nvidia0"))):
+        driver = "/proc/driver/nvidia/version"
+        seen = open(driver).readline().strip() if os.path.exists(driver) else "no NVIDIA driver"
+        raise Refused(f"CUDA does not work: {seen}; torch {torch.__version__} was built for CUDA "
+                      f"{torch.version.cuda}. Install a matching torch, or say --device=cpu")
+    if c.device == "cpu" or not works:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise Refused(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def pick_dtype(c, device):
+    """auto: bfloat16 where the device computes in it, else float32 (an emulated bfloat16 is slower than that)."""
+    if c.dtype != "auto":
+        return c.dtype
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
+        if {"avx512_bf16", "amx_bf16"} & set(f.read().split()):
+            return "bfloat16"
+    return "float32"
+
+
+def why_no_compile(device):
+    """None, or what a CPU lacks for torch.compile. Raises Refused on a GPU without triton."""
+    if device.type == "cuda":
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            raise Refused("torch.compile needs triton on a GPU: install it, or say --compile=False") from None
+    elif not shutil.which(os.environ.get("CXX", "g++")):
+        return "no C++ compiler (apt-get install g++)"
+    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        return "no Python.h (apt-get install python3-dev)"
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
+        names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
+        return f"{names[0]}, {torch.get_num_threads()} threads" if names else platform.processor()
+    return platform.processor()
+
+
+def peak_memory(device):
+    """(bytes, what they are)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "cuda max_memory_allocated"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process ru_maxrss"
+
+
+# ---- randomness
+
+def seed_everything(seed, step, rank):
+    words = [int(word) for word in np.random.SeedSequence([seed, step, rank]).generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.manual_seed(words[2])
+
+
+def rng_state(device):
+    """The state of every global generator, in types that torch.load(weights_only=True) reads."""
+    numpy_state = np.random.get_state()
+    return dict(python=random.getstate(), numpy=torch.from_numpy(numpy_state[1].astype(np.int64)),
+                numpy_rest=(int(numpy_state[2]), int(numpy_state[3]), float(numpy_state[4])),
+                torch=torch.get_rng_state(), device=torch.cuda.get_rng_state() if device.type == "cuda" else None)
+
+
+def set_rng_state(state, device):
+    random.setstate(state["python"])
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["numpy_rest"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"])
+
+
+# ---- evaluation
+
+@torch.no_grad()
+def evaluate(model, corpus, split, limit, c, ranks, device, autocast, token_bytes, stop):
+    """Token-weighted loss of a split: {name: dict(val_loss, val_ppl, val_bpb)} a source, and "" for all of them.
+
+    Every source is one stream behind an end-of-text, cut into rows of T: each of its first `limit` / sources tokens is
+    a target exactly once. Rows are dealt over the ranks. None when a stop signal came meanwhile.
+    """
+    model.eval()
+    sources = {name: s for name, s in corpus.sources(split).items() if s["tokens"]}
+    B, T = c.micro_batch_size, c.block_size
+    sums = np.zeros((len(sources), 3))  # nats, targets, bytes
+    for row_sums, source in zip(sums, sources.values(), strict=True):
+        tokens = min(source["tokens"], math.ceil(limit / len(sources)))
+        starts = range(0, tokens, T)[ranks.rank::ranks.world]
+        for i in range(0, len(starts), B):
+            x, y = np.full((B, T), corpus.eot_id), np.full((B, T), IGNORE)
+            for row, start in enumerate(starts[i:i + B]):
+                ids = corpus.read(split, source["offset"] + start, min(T, tokens - start))
+                y[row, :len(ids)] = ids
+                x[row, 1:len(ids)] = ids[:-1]
+                if start:
+                    x[row, 0] = corpus.read(split, source["offset"] + start - 1, 1)[0]
+            x, y = torch.from_numpy(x), torch.from_numpy(y)
+            with autocast():
+                loss = model(x.to(device), y.to(device))
+            valid = y[y != IGNORE].numpy()
+            row_sums += loss.item(), len(valid), token_bytes[valid].sum()
+            if stop.signum:
+                break
+    stopping, *total = ranks.sum(stop.signum, *sums.flatten())
+    model.train()
+    if stopping:
+        return None
+    total = np.array(total).reshape(sums.shape)
+    rows = dict(zip(sources, total, strict=True)) | {"": total.sum(axis=0)}
+    return {name: dict(val_loss=nats / targets, val_ppl=math.exp(min(nats / targets, 700)),
+                       val_bpb=nats / math.log(2) / max(n_bytes, 1))
+            for name, (nats, targets, n_bytes) in rows.items()}
+
+
+# ---- checkpoints
+
+def write_checkpoint(path, content, step):
+    """Temporary name, fsync, rename, directory fsync; then the json that vouches for it. Returns bytes written.
+
+    A crash between any two of these leaves the older checkpoints whole and this one either absent or without its json,
+    which no reader trusts. Raises OSError; then nothing of it stays behind.
+    """
+    partial, folder = path + ".tmp", os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with open(partial, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        said = dict(bytes=os.path.getsize(partial), sha256=sha256_of(partial), step=step)
+        with contextlib.suppress(FileNotFoundError):  # of a bad file of the same name
+            os.unlink(path[:-len(".pt")] + ".json")
+        os.rename(partial, path)
+        prepare.fsync_folder(folder)
+        prepare.write_atomically(path[:-len(".pt")] + ".json", json.dumps(said).encode())
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into RuntimeError
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise OSError(f"{path}: {error}") from error
+    return said["bytes"]
+
+
+def delete_old(out_dir, c):
+    """Keeps the newest keep_last full checkpoints, every keep_every-th, and the newest keep_last weights-only files."""
+    for kind in ("step", "weights"):
+        for step, path in saved_steps(out_dir, (kind,))[c.keep_last:]:
+            if not (c.keep_every and step % c.keep_every == 0):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path[:-len(".pt")] + ".json")
+                os.unlink(path)
+
+
+def moments_by_name(model, optimizer):
+    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+
+
+def restore(saved, model, optimizer, scaler, ranks, device, seed):
+    """Weights, moments, scaler and this rank's RNG out of a checkpoint; rates and decay stay as the settings say."""
+    model.load_state_dict(saved["model"])
+    for name, p in model.named_parameters():
+        if name in saved["optimizer"]:
+            optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in saved["optimizer"][name].items()}
+    scaler.load_state_dict(saved["scaler"])
+    if ranks.rank < len(saved["rng"]):
+        set_rng_state(saved["rng"][ranks.rank], device)
+    else:
+        seed_everything(seed, saved["step"], ranks.rank)
+
+
+def changes_since(saved, c, fingerprint):
+    """{key: [then, now]} of the settings that differ from the checkpoint's. Raises Refused for one that must not."""
+    now = asdict(c) | dict(data=fingerprint)
+    then = saved["settings"] | dict(data=saved["data_fingerprint"])
+    changed = {key: [then.get(key), value] for key, value in now.items() if then.get(key) != value}
+    allowed = c.allow_change.split(",")
+    refused = [f"{key}: {changed[key][0]} -> {changed[key][1]}" for key in FIXED_KEYS + ("data",)
+               if key in changed and key not in allowed]
+    if refused:
+        raise Refused(f"{c.out_dir} was begun with other settings: {'; '.join(refused)}. Use another --out_dir, or "
+                      f"name what may change in --allow_change=")
+    return {key: value for key, value in changed.items() if key not in ("out_dir", "data_dir", "allow_change")}
+
+
+# ---- the record
+
+def without_nan(value):
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: without_nan(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_log(out_dir):
+    """The lines of log.jsonl; a half-written last one is left out."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+class Log:
+    """log.jsonl, train.log, run.json and the screen, all from rank 0 alone."""
+
+    def __init__(self, c, ranks, started):
+        self.out_dir, self.on, self.world, self.started = c.out_dir, ranks.rank == 0, ranks.world, started
+        self.elapsed_before = max((row.get("elapsed_s") or 0.0 for row in read_log(c.out_dir)), default=0.0)
+        self.screen, self.lines, self.run = None, None, {}
+
+    def open(self, resumed_step):
+        """Moves the lines past the checkpoint to log.discarded.jsonl, so that no step stands twice; then appends."""
+        if not self.on:
+            return
+        log = os.path.join(self.out_dir, "log.jsonl")
+        rows = read_log(self.out_dir)
+        lost = [row for row in rows if row["step"] > resumed_step and row["event"] in ("step", "eval", "sample")]
+        if lost:
+            with open(os.path.join(self.out_dir, "log.discarded.jsonl"), "a", encoding="utf-8") as f:
+                f.writelines(json.dumps(row) + "\n" for row in lost)
+        if rows:
+            kept = "".join(json.dumps(row) + "\n" for row in rows if row not in lost)
+            prepare.write_atomically(log, kept.encode())
+        self.lines = open(log, "a", encoding="utf-8")
+        self.screen = open(os.path.join(self.out_dir, "train.log"), "a", encoding="utf-8")
+
+    def elapsed_s(self):
+        return self.elapsed_before + time.time() - self.started
+
+    def device_hours(self):
+        return self.elapsed_s() * self.world / 3600
+
+    def say(self, text):
+        if self.on:
+            print(text, flush=True)
+            if self.screen:
+                print(text, file=self.screen, flush=True)
+
+    def event(self, name, step, **values):
+        if self.lines:
+            row = dict(event=name, time=time.time(), step=step, **values)
+            self.lines.write(json.dumps(without_nan(row)) + "\n")
+            self.lines.flush()
+
+    def start_record(self, c, ranks, device, corpus, n_params, initial_loss, fresh):
+        """The run's entry in run.json; a resumed run keeps its id, start and initial loss."""
+        path = os.path.join(self.out_dir, "run.json")
+        if not fresh and self.on and os.path.exists(path):
+            with open(path, encoding="utf-8") as f:
+                self.run = json.load(f)
+        kept = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=initial_loss, test_scorings=0)
+        self.run = kept | self.run
+        self.record(
+            schema=1, pid=os.getpid(), host=socket.gethostname(), status="running", exit_code=None, settings=asdict(c),
+            command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")),
+            data_fingerprint=corpus.fingerprint, device=device_name(device), device_count=ranks.world,
+            link="nccl" if device.type == "cuda" else "gloo" if ranks.world > 1 else None, n_params=n_params,
+            versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
+                          cuda=torch.version.cuda))
+        if self.on:
+            for name in ("tokenizer.tiktoken", "meta.json"):
+                shutil.copy(os.path.join(c.data_dir, name), os.path.join(self.out_dir, name))
+
+    def record(self, **values):
+        """Updates run.json."""
+        self.run.update(values)
+        if self.on:
+            text = json.dumps(without_nan(self.run), indent=1)
+            prepare.write_atomically(os.path.join(self.out_dir, "run.json"), text.encode())
+
+
+def git(*words):
+    where = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run(["git", "-C", where, *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+class StopSignal:
+    """SIGTERM and SIGINT raise a flag which the loop reads between steps; a second one after 5 s ends at once."""
+
+    def __init__(self):
+        self.signum, self.came, self.ready = 0, 0.0, False
+        signal.signal(signal.SIGTERM, self.take)
+        signal.signal(signal.SIGINT, self.take)
+
+    def take(self, signum, frame):
+        if self.signum and time.time() - self.came > 5:
+            os._exit(128 + signum)
+        self.signum, self.came = self.signum or signum, self.came or time.time()
+        if not self.ready:  # before the first update there is nothing to save
+            raise SystemExit(128 + signum)
+
+
+# ---- the run
+
+def duration(seconds):
+    """1h02m, 3m20s or 12s."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
+
+
+def open_out_dir(c):
+    """Locks out_dir for this process and clears what an interrupted save left. Returns the lock. Raises Refused."""
+    os.makedirs(c.out_dir, exist_ok=True)
+    lock = prepare.lock(c.out_dir)
+    ckpt = os.path.join(c.out_dir, "ckpt")
+    for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
+        if name.endswith(".tmp"):
+            os.unlink(os.path.join(ckpt, name))
+    if c.init_from == "scratch" and saved_steps(c.out_dir):
+        raise Refused(f"init_from=scratch, but {c.out_dir}/ckpt holds checkpoints: take another --out_dir, or "
+                      f"init_from=auto to go on")
+    return lock
+
+
+def train(c, ranks, stop, log):
+    """One run from start, or from its checkpoint, to its end. Returns the exit code."""
+    ranks.join(c.dist_timeout_s)
+    device = ranks.together(pick_device, c, ranks.local_rank)
+    ranks.together(check_batch, c, ranks.world)
+    corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
+    token_bytes = prepare.Tokenizer(c.data_dir).token_bytes
+    lock = ranks.together(open_out_dir, c) if ranks.rank == 0 else ranks.together(lambda: None)  # noqa: F841
+
+    # what was here before
+    newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
+    start = ranks.gather(newest and newest[1])[0]
+    saved = torch.load(start, map_location="cpu", weights_only=True, mmap=True) if start else None
+    if saved and c.dtype == "auto":
+        c = replace(c, dtype=saved["settings"]["dtype"])
+    c = replace(c, dtype=pick_dtype(c, device))
+    changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
+    first_step = saved["step"] if saved else 0
+    if first_step >= c.max_steps:
+        log.say(f"finished: {start} is of step {first_step}, max_steps is {c.max_steps}")
+        return 0
+
+    # the model
+    shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
+    n_params, lines = describe(shape, c.micro_batch_size)
+    if c.expect_params and c.expect_params != n_params:
+        raise Refused(f"expect_params={c.expect_params:,}, but the model has {n_params:,} parameters")
+    torch.manual_seed(c.seed)
+    torch.set_float32_matmul_precision("high")
+    model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
+    if not saved and c.init_from not in ("auto", "scratch"):
+        model.load_state_dict(load_weights(c.init_from)[0])
+    seed_everything(c.seed, 0, ranks.rank)
+    compiling = c.compile
+    if compiling and (lacking := why_no_compile(device)):
+        log.say(f"not compiled: {lacking}")
+        compiling = False
+    if compiling:
+        for layer in model.layers:
+            layer.compile()
+        model.head_loss = torch.compile(head_loss)
+    optimizer = torch.optim.AdamW(parameter_groups(model, c.weight_decay), lr=0.0, betas=(c.beta1, c.beta2),
+                                  eps=c.adam_eps, fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == "float16")
+    ddp = model
+    if ranks.world > 1:
+        ddp = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+    def autocast():
+        return torch.autocast(device.type, getattr(torch, c.dtype), enabled=c.dtype != "float32")
+
+    windows, tokens, targets, updates, skipped_in_a_row = 0, 0, 0, 0, 0
+    if saved:
+        windows, tokens, targets = saved["windows"], saved["tokens"], saved["targets"]
+        updates, skipped_in_a_row = saved["updates"], saved["guard"]["skipped_in_a_row"]
+        restore(saved, model, optimizer, scaler, ranks, device, c.seed)
+    batches = Batches(corpus, c, ranks, device, windows)
+    epochs = (windows + (c.max_steps - first_step) * batches.per_step) / batches.n_windows
+    if c.max_epochs and epochs > c.max_epochs:
+        raise Refused(f"{c.max_steps} steps read the data {epochs:.2f} times, more than max_epochs={c.max_epochs}")
+
+    # the record opens here: everything that could refuse has been asked
+    log.open(first_step)
+    log.say("\n".join(lines))
+    log.say(f"data           {corpus.tokens('train'):,} train tokens, {epochs:.2f} epochs in {c.max_steps} steps of "
+            f"{c.global_batch_tokens:,} tokens")
+    if epochs > 4:
+        log.say(f"warning: the data is read {epochs:.1f} times; expect overfitting")
+    log.say(f"device         {ranks.world} x {device_name(device)}, {c.dtype}, "
+            f"{'compiled' if compiling else 'eager'}, accumulation {batches.accumulation}")
+    if c.save_interval == 0:
+        log.say("save_interval=0: no checkpoint will be written, not at the end either")
+    if saved:
+        log.say(f"resuming {start}: step {first_step + 1} is next" + "".join(
+            f"\n  {key}: {then} -> {now}" for key, (then, now) in changed.items()))
+
+    # one forward and backward that is thrown away: compile time and memory are known, DDP's buckets are final
+    x, y = (t.to(device)[0] for t in batches.read(0))
+    before, began = rng_state(device), time.time()
+    with autocast():
+        warm_up_loss = ddp(x, y, c.label_smoothing)
+    warm_up_loss.backward()
+    optimizer.zero_grad(set_to_none=True)
+    set_rng_state(before, device)
+    warm_up_s = time.time() - began
+    log.say(f"first pass     {warm_up_s:.1f} s, compile included; loss {warm_up_loss.item() / y.numel():.4f}, "
+            f"ln V = {math.log(shape.vocab_size):.4f}")
+    log.start_record(c, ranks, device, corpus, n_params, warm_up_loss.item() / y.numel(), fresh=not saved)
+    log.event("run_start", first_step, n_params=n_params, warm_up_s=warm_up_s, compiled=compiling)
+    shown = sorted({1, c.max_steps, *range(c.log_interval, c.max_steps, c.log_interval)})
+    log.event("plan", first_step, plan=[[s, learning_rate(s, c)] for s in shown])
+    log.say("planned rate   " + ", ".join(f"step {s}: {learning_rate(s, c):.3g}" for s in sorted(
+        {1, max(1, c.warmup_steps), *(max(1, c.max_steps * i // 4) for i in (1, 2, 3, 4))})))
+    if saved:
+        log.event("resume", first_step, path=start, world_size=ranks.world, changed=changed)
+
+    def run_evaluation(step, limit):
+        began = time.time()
+        result = evaluate(model, corpus, "val", limit, c, ranks, device, autocast, token_bytes, stop)
+        if result:
+            total = result.pop("")
+            log.event("eval", step, **total, sources=result, seconds=time.time() - began)
+            log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
+                    f"{total['val_bpb']:.4f} (" + ", ".join(
+                        f"{name} {r['val_loss']:.4f} / {r['val_ppl']:.2f} / {r['val_bpb']:.4f}"
+                        for name, r in result.items()) + ")")
+        return time.time() - began
+
+    def save(step, kind):
+        """Whether a verified checkpoint of this step is on disk; every rank hears the same answer."""
+        began, path = time.time(), os.path.join(c.out_dir, "ckpt", f"{kind}_{step:08d}.pt")
+        content = dict(model=model.state_dict(), settings=asdict(c), step=step, vocab_size=shape.vocab_size,
+                       eot_id=shape.eot_id, data_fingerprint=corpus.fingerprint, commit=log.run.get("commit"))
+        if kind == "step":
+            order = [zlib.crc32(np.ascontiguousarray(epoch_order(c.seed, windows // batches.n_windows,
+                                                                 batches.n_windows, c.block_size)[1]))]
+            content |= dict(optimizer=moments_by_name(model, optimizer), scaler=scaler.state_dict(), windows=windows,
+                            tokens=tokens, targets=targets, updates=updates, order_crc=order[0],
+                            guard=dict(skipped_in_a_row=skipped_in_a_row), rng=ranks.gather(rng_state(device)))
+        written, error = 0, None
+        if ranks.rank == 0 and why_bad(path) is not None:
+            try:
+                if os.path.exists(path):
+                    os.rename(path, path + ".corrupt")
+                written = write_checkpoint(path, content, step)
+                delete_old(c.out_dir, c)
+            except OSError as failed:
+                error = str(failed)
+                log.event("alarm", step, kind="save_failed", message=error, action="going on, the older ones are kept")
+                log.say(f"WARNING: the save of step {step} failed, older checkpoints are kept: {error}")
+        error = ranks.gather(error)[0]
+        if error is None:
+            stall_ms = (time.time() - began) * 1000
+            memory, source = peak_memory(device)
+            log.event("save", step, path=path, bytes=written, stall_ms=stall_ms, peak_memory_bytes=memory,
+                      peak_memory_source=source, gpu_hours=log.device_hours())
+            log.say(f"step {step}: saved {path} ({written / 1e6:.1f} MB, {stall_ms:.0f} ms)")
+        return error is None
+
+    plain_flops, attention_flops = flops_per_token(n_params, shape)
+    peak = c.peak_tflops or PEAK_TFLOPS.get(device_name(device), 0)
+    interval_s = interval_data_s = eval_s = 0.0
+    interval_steps, saved_ok, step = 0, True, first_step
+    x, y, valid = batches.take()
+    [step_targets] = ranks.sum(valid)
+    faulthandler_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "w")
+
+    for step in range(first_step + 1, c.max_steps + 1):
+        faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=faulthandler_file)
+        began = time.perf_counter()
+        logged = step == 1 or step == c.max_steps or step % c.log_interval == 0
+        rate = learning_rate(step, c)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+        loss_sum = 0.0
+        for micro in range(batches.accumulation):
+            last = micro == batches.accumulation - 1
+            with contextlib.nullcontext() if last or ddp is model else ddp.no_sync():
+                with autocast():
+                    loss = ddp(x[micro], y[micro], c.label_smoothing)
+                # the sum over this micro-batch becomes the mean over the whole step; DDP averages, hence the world
+                scaler.scale(loss * (ranks.world / step_targets)).backward()
+            loss_sum = loss_sum + loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf, foreach=True)
+        loss_sum, grad_norm = torch.stack((loss_sum, grad_norm)).tolist()  # the one wait for the device in an update
+
+        crc = batch_crc(x, y) if logged else 0
+        waited = time.perf_counter()
+        x, y, valid = batches.take()
+        data_s = time.perf_counter() - waited
+        stopping, loss_sum, crc, next_targets = ranks.sum(stop.signum, loss_sum, crc, valid)
+        skipped = c.dtype == "float16" and not math.isfinite(grad_norm)
+        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+        finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or skipped)
+        if not finite or skipped_in_a_row >= MAX_FP16_SKIPS:
+            message = (f"step {step}: loss {loss_sum / step_targets}, gradient norm {grad_norm}, windows {windows} to "
+                       f"{windows + batches.per_step - 1}, {skipped_in_a_row} skipped in a row; no update, no save")
+            log.event("alarm", step, kind="non_finite", message=message, action="stop")
+            log.say(f"STOPPED by the guard at {message}")
+            log.event("stop", step, reason="guard", exit_code=3)
+            return 3
+
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        stop.ready = True
+
+        windows, tokens = windows + batches.per_step, tokens + c.global_batch_tokens
+        targets, updates = targets + int(step_targets), updates + (not skipped)
+        interval_steps += 1
+        interval_s += time.perf_counter() - began
+        interval_data_s += data_s
+        if logged:
+            step_s = interval_s / interval_steps
+            rate_tokens = c.global_batch_tokens / step_s
+            mfu = plain_flops * rate_tokens / (ranks.world * peak * 1e12) if peak else None
+            evals_left = (c.max_steps - step) // c.eval_interval if c.eval_interval else 0
+            eta_s = (c.max_steps - step) * step_s + evals_left * eval_s
+            log.event("step", step, elapsed_s=log.elapsed_s(), epoch=windows / batches.n_windows,
+                      loss=loss_sum / step_targets, lr=rate, grad_norm=grad_norm, tokens_per_s=rate_tokens, mfu=mfu,
+                      step_ms=step_s * 1000, data_ms=interval_data_s / interval_steps * 1000, tokens=tokens,
+                      targets=targets, batch_crc=int(crc) % 2**32, gpu_hours=log.device_hours(), eta_s=eta_s,
+                      **(dict(loss_scale=scaler.get_scale(), skipped=skipped) if c.dtype == "float16" else {}))
+            log.say(f"step {step}/{c.max_steps} | loss {loss_sum / step_targets:.4f} | lr {rate:.2e} | "
+                    f"norm {grad_norm:.2f} | {rate_tokens:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | "
+                    f"eta {duration(eta_s)} | {log.device_hours():.3f} device-h")
+            interval_s, interval_data_s, interval_steps = 0.0, 0.0, 0
+        step_targets = next_targets
+
+        faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=faulthandler_file)
+        final = step == c.max_steps
+        if stopping or (c.save_interval and (final or step % c.save_interval == 0)):
+            saved_ok = c.save_interval == 0 or save(step, "step")
+        elif c.weights_interval and step % c.weights_interval == 0:
+            save(step, "weights")
+        if stopping:
+            signum = max(ranks.gather(stop.signum))
+            code = 128 + signum if saved_ok else 1
+            log.event("stop", step, reason=signal.Signals(signum).name, exit_code=code)
+            log.say(f"stopped by {signal.Signals(signum).name} after step {step}; the same command continues")
+            return code
+        if final:
+            run_evaluation(step, corpus.tokens("val"))
+        elif c.eval_interval and step % c.eval_interval == 0:
+            eval_s = run_evaluation(step, c.eval_tokens)
+
+    log.record(steps=step, updates=updates)
+    memory, source = peak_memory(device)
+    log.event("run_end", step, elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), peak_memory_bytes=memory,
+              peak_memory_source=source, attention_flops_per_token=attention_flops, flops_per_token=plain_flops)
+    return 0 if saved_ok else 1
+
+
+def main():
+    c = load(Config, sys.argv[1:], __doc__)
+    check(c)
+    ranks, stop = Ranks(), StopSignal()
+    log = Log(c, ranks, time.time())
+    code, status = 1, "crashed"
+    try:
+        code = train(c, ranks, stop, log)
+        status = {0: "finished", 1: "crashed", 3: "guard"}.get(code, "stopped")
+    except Refused as refused:
+        code = 2
+        if log.run and ranks.rank:  # met in the middle of a run, by this rank alone
+            print(f"train.py: rank {ranks.rank}: {refused}", file=sys.stderr)
+        raise
+    except SystemExit as ended:  # a signal before the first update
+        code, status = ended.code, "stopped"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if log.run:
+            log.record(status=status, exit_code=code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
