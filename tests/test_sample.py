@@ -1,0 +1,303 @@
+"""sample.py: one tiny model that has learnt one text by heart, asked in every way a user would."""
+import base64
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+import prepare
+import sample
+import train
+from config import Refused
+from model import Shape, Transformer, sha256_of
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TEXT = "# 水在自然界中循环。\nfor row in table:\n    print(row, end='')\n"
+EOT, VOCAB, T = 256, 300, 32  # 256 bytes, end-of-text, and 43 ids that no text has
+SETTINGS = train.Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_hidden=128, block_size=T)
+
+
+def save_run(folder, model, settings=SETTINGS):
+    """An out_dir as train.py leaves it, with a byte tokenizer."""
+    os.makedirs(f"{folder}/ckpt", exist_ok=True)
+    ranks = b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
+    with open(f"{folder}/tokenizer.tiktoken", "wb") as f:
+        f.write(ranks)
+    source = dict(offset=0, tokens=1000, documents=10, bytes=1000)
+    meta = dict(schema=1, vocab_size=VOCAB, dtype="uint16", eot_id=EOT, splits=dict(train=dict(code=source, zh=source)),
+                tokenizer=dict(pattern=prepare.PATTERN, special_tokens={"<|endoftext|>": EOT},
+                               sha256=hashlib.sha256(ranks).hexdigest()))
+    with open(f"{folder}/meta.json", "w") as f:
+        json.dump(meta, f)
+    path = f"{folder}/ckpt/step_00000001.pt"
+    torch.save(dict(model=model.state_dict(), settings=asdict(settings), vocab_size=VOCAB, eot_id=EOT, step=1), path)
+    with open(f"{folder}/ckpt/step_00000001.json", "w") as f:
+        json.dump(dict(bytes=os.path.getsize(path), sha256=sha256_of(path), step=1), f)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices this small are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Has learnt `end-of-text TEXT end-of-text TEXT ...` by heart, from every position."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Transformer(Shape.of(SETTINGS, VOCAB, EOT))
+    ids = torch.tensor([EOT, *TEXT.encode()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        at = torch.randint(len(ids), (16, 1), generator=generator) + torch.arange(T)
+        loss = model(ids[at % len(ids)], ids[(at + 1) % len(ids)]) / at.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture(scope="module")
+def out_dir(model, tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run"), model)
+
+
+def random_model(settings=SETTINGS, seed=1):
+    """Untrained, with weights so large that its choices are far apart."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Transformer(Shape.of(settings, VOCAB, EOT))
+        for p in model.parameters():
+            if p.dim() == 2:
+                torch.nn.init.normal_(p, std=0.15)
+    return model
+
+
+def rngs(*numbers):
+    return [np.random.RandomState([7, number]) for number in numbers]
+
+
+def call(monkeypatch, capsys, *argv):
+    """(JSON lines, stderr) of sample.py in this process."""
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--json=True", *argv])
+    sample.main()
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+def test_a_fresh_process_continues_a_memorised_text_to_its_end_with_json_lines_only(out_dir):
+    done = subprocess.run([sys.executable, "sample.py", f"--out_dir={out_dir}", "--prompt=# 水在", "--prompt=for row",
+                           "--temperature=0", "--json=True"], cwd=ROOT, capture_output=True, check=False,
+                          env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr.decode()
+    lines = [json.loads(line) for line in done.stdout.decode("utf-8").splitlines()]
+    assert [line["prompt"] + line["completion"] for line in lines] == [TEXT, TEXT[TEXT.index("for"):]]
+    for line in lines:
+        assert line["stopped_by"] == "end_of_text" and line["tokens"] == [*line["completion"].encode(), EOT]
+        assert line["temperature"] == 0 and line["top_k"] == 50 and line["seed"] == 1337 and line["step"] == 1
+
+
+def test_the_screen_shows_each_character_once_it_is_whole(out_dir, monkeypatch):
+    class Screen(io.StringIO):
+        def __init__(self):
+            super().__init__()
+            self.writes = []
+
+        def reconfigure(self, **_):
+            pass
+
+        def write(self, text):
+            self.writes.append(text)
+            return super().write(text)
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={out_dir}", "--prompt=# ", "--temperature=0"])
+    sample.main()
+    assert TEXT in screen.getvalue() and "\ufffd" not in screen.getvalue()
+    assert {"水", "在", "自", "。", "f"} <= set(screen.writes), "characters come one by one, as tokens do"
+
+
+def test_bytes_that_are_no_utf8_are_shown_as_such_and_a_cut_character_is_left_out(out_dir):
+    tokenizer = prepare.Tokenizer(out_dir)
+
+    def text(tokens):
+        return "".join(map(sample.reader(tokenizer), tokens))
+    water = list("水".encode())
+    assert text([65, 0xFF, 66]) == "A\ufffdB"
+    assert text([65, *water[:2]]) == "A" and text([65, *water]) == "A水"
+    assert text([65, *water[:2], EOT]) == "A\ufffd"
+
+
+def test_escape_sequences_never_reach_the_terminal():
+    assert "\x1b[2J\r\x9b\tA\n水".translate(sample.CONTROLS) == "\ufffd[2J\ufffd\ufffd\tA\n水"
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (0.9, 9, 0.8)])
+def test_draws_follow_the_truncated_distribution(temperature, top_k, top_p):
+    logits = np.random.RandomState(0).randn(20) * 2
+    p = np.exp(logits / temperature)
+    order = np.argsort(-p)
+    p[order[top_k or 20:]] = 0
+    p /= p.sum()
+    kept = 1 + int((np.cumsum(p[order]) < top_p - 1e-12).sum())
+    p[order[kept:]] = 0
+    p /= p.sum()
+    n = 20_000
+    uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    ids = sample.pick(torch.tensor(logits).float().expand(n, -1), temperature, top_k, top_p, uniform)
+    assert np.abs(np.bincount(ids.numpy(), minlength=20) / n - p).max() < 2e-4
+
+
+def test_extreme_settings_still_pick_the_likeliest():
+    logits = torch.tensor([[0.0, 3.0, 1.0, -torch.inf]])
+    for temperature, top_k, top_p in ((0, 0, 1.0), (1e-30, 0, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9)):
+        assert sample.pick(logits, temperature, top_k, top_p, torch.tensor([0.999])).item() == 1
+    almost_one = torch.tensor([1 - 2**-53], dtype=torch.float64)
+    assert sample.pick(logits, 1.0, 1000, 1.0, almost_one).item() == 0, "the least likely, but never the impossible one"
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_the_cache_gives_what_a_forward_over_the_whole_context_gives(doc_mask):
+    model = random_model(replace(SETTINGS, doc_mask=doc_mask)).eval()
+    prompt, n_new = [5, 9, EOT, 77], 3 * T
+    context, expected = list(prompt), []
+    with torch.no_grad():
+        while len(expected) < n_new:
+            logits = model(torch.tensor([context]))[0, -1]
+            logits[EOT] = -torch.inf
+            expected.append(int(logits.argmax()))
+            context.append(expected[-1])
+            if len(context) > T:
+                context = context[-(T // 2):]
+    allowed = torch.arange(VOCAB) != EOT
+    [tokens] = sample.generate(model, [prompt], n_new, 0, 0, 1.0, rngs(0), allowed)
+    assert tokens == expected
+
+
+def test_cached_logits_equal_uncached_ones(model):
+    contexts = [list(TEXT.encode()[i:i + n]) for i, n in ((0, 3), (5, 20), (1, 11))]
+    with torch.no_grad():
+        cache, h = sample.prefill(model, contexts)
+        next_h = model.hidden(torch.tensor([[65], [66], [67]]), cache)[:, 0]
+        for row, context in enumerate(contexts):
+            uncached = model.hidden(torch.tensor([[*context, 65 + row]]))[0]
+            torch.testing.assert_close(h[row], uncached[-2], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(next_h[row], uncached[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_eight_prompts_of_different_lengths_in_one_batch_give_what_one_by_one_gives(model):
+    prompts = [[EOT], *(list(TEXT.encode()[i:i + 3 * i + 1]) for i in range(7))]
+    for m, temperature in ((model, 1.0), (random_model(), 0.8)):
+        together = sample.generate(m, prompts, 60, temperature, 40, 0.95, rngs(*range(8)))
+        alone = [sample.generate(m, [p], 60, temperature, 40, 0.95, rngs(i))[0] for i, p in enumerate(prompts)]
+        assert together == alone
+        assert len({len(tokens) for tokens in together}) > 1 or m is not model, "some rows end before others"
+
+
+def test_generating_leaves_the_global_generators_and_the_model_alone(model):
+    model.train()
+    torch.manual_seed(3)
+    np.random.seed(3)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    sample.generate(model, [[EOT]], 5, 1.0, 0, 1.0, rngs(0))
+    assert torch.equal(torch.get_rng_state(), before[0]) and np.random.get_state()[1].tolist() == before[1]
+    assert model.training
+
+
+def test_seed_decides_the_text_and_top_k_may_exceed_the_vocabulary(tmp_path, monkeypatch, capsys):
+    out_dir = save_run(tmp_path, random_model())
+
+    def tokens(*argv):
+        lines, _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--prompt=a", "--prompt=a", "--num_samples=2",
+                        "--max_new_tokens=12", "--temperature=3", *argv)
+        return [line["tokens"] for line in lines]
+    first = tokens("--top_k=0")
+    assert len(set(map(tuple, first))) == 4, "samples and equal prompts differ from each other"
+    assert tokens("--top_k=0") == first and tokens("--top_k=0", "--seed=5") != first
+    assert tokens("--top_k=100000") == first
+
+
+def test_no_id_outside_the_tokenizer_ever_comes(tmp_path, monkeypatch, capsys):
+    out_dir = save_run(tmp_path, random_model())
+    lines, _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--prompt=", "--num_samples=8", "--temperature=100",
+                    "--top_k=0", "--max_new_tokens=40")
+    assert max(token for line in lines for token in line["tokens"]) <= EOT
+
+
+def test_an_empty_prompt_starts_a_document_and_a_long_one_is_cropped_with_a_notice(out_dir, monkeypatch, capsys):
+    long = TEXT[:-5] * 3
+    lines, err = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--prompt=", f"--prompt={long}", "--temperature=0")
+    assert lines[0]["completion"] == TEXT and lines[0]["prompt"] == ""
+    assert lines[1]["completion"] == TEXT[-5:] and lines[1]["prompt"] == long
+    [notice] = err.splitlines()
+    assert "prompt 2" in notice and f"{len(long.encode())} tokens" in notice and f"context is {T}" in notice
+
+
+def test_prompts_come_from_files_too(out_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_bytes("\ufeff水\r\nb\n\n".encode())
+    (tmp_path / "b.jsonl").write_text('"x=1"\n\n{"prompt": "水"}\n', encoding="utf-8")
+    lines, _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", f"--prompt_file={tmp_path}/a.txt", "--prompt=first",
+                    f"--prompt_file={tmp_path}/b.jsonl", "--max_new_tokens=1")
+    assert [line["prompt"] for line in lines] == ["first", "水\nb\n", "x=1", "水"]
+
+
+def test_without_a_prompt_it_continues_fixed_ones_of_every_source(out_dir, monkeypatch, capsys):
+    lines, _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--max_new_tokens=2")
+    assert [line["prompt"] for line in lines] == [*sample.FIXED_PROMPTS["code"], *sample.FIXED_PROMPTS["zh"]]
+
+
+def test_a_weight_with_nan_is_one_line_and_exit_code_2(tmp_path):
+    broken = random_model()
+    with torch.no_grad():
+        broken.layers[1].wk.weight[0, 0] = float("nan")
+    done = subprocess.run([sys.executable, "sample.py", f"--out_dir={save_run(tmp_path, broken)}"], cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert "layers.1.wk.weight" in line and "NaN" in line
+
+
+def spoil(folder, what, tmp_path):
+    if what == "no checkpoint":
+        shutil.rmtree(f"{folder}/ckpt")
+    elif what == "no tokenizer":
+        os.remove(f"{folder}/tokenizer.tiktoken")
+    elif what == "other tokenizer":
+        meta = json.load(open(f"{folder}/meta.json"))
+        json.dump({**meta, "vocab_size": 280}, open(f"{folder}/meta.json", "w"))
+    elif what == "other shape":
+        save_run(folder, random_model(), replace(SETTINGS, n_layer=3))
+
+
+@pytest.mark.parametrize("what,says", [
+    ("--out_dir=nowhere", "nowhere"), ("--prompt_file=nowhere.txt", "nowhere.txt"), ("--prompt_file=.", "directory"),
+    ("--prompt_file=latin.txt", "not UTF-8"), ("--prompt_file=bad.jsonl", "line 2"), ("--prompt=\udcff", "UTF-8"),
+    ("--temperature=-1", "temperature=-1"), ("--top_p=0", "top_p=0"), ("--top_p=1.5", "top_p=1.5"),
+    ("--top_k=-1", "top_k=-1"), ("--num_samples=0", "num_samples"), ("--max_new_tokens=0", "max_new_tokens"),
+    ("--device=gpu", "auto, cpu, cuda"), ("--dtype=int8", "bfloat16"), ("no checkpoint", "no verified checkpoint"),
+    ("no tokenizer", "tokenizer.tiktoken"), ("other tokenizer", "280"), ("other shape", "does not fit")])
+def test_wrong_input_is_refused_in_one_line(what, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = save_run(tmp_path / "run", random_model())
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "bad.jsonl").write_text('"good"\n{"text": "no prompt"}\n')
+    spoil(folder, what, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={folder}", *([what] if what.startswith("--") else [])])
+    with pytest.raises(Refused, match=says) as refused:
+        sample.main()
+    assert "\n" not in str(refused.value) and capsys.readouterr().out == ""
