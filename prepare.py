@@ -71,7 +71,7 @@ CODE = set("py pyi js jsx ts tsx java kt scala c h cc cpp hpp cu cs go rs rb php
            " xml yaml yml toml tex".split())
 READABLE = CODE | {"txt", "md", "rst", "jsonl", "parquet"}
 INDEX = np.dtype([("digest", "S16"), ("split", "u1"), ("tokens", "<u4"), ("bytes", "<u4")])  # a document of a shard
-UNUSABLE = re.compile("[\x00-\x08\x0b-\x1f]")  # control characters but tab and newline
+UNUSABLE = re.compile("[\x00-\x08\x0b-\x1f]+")  # control characters but tab and newline
 SURROGATE = re.compile("[\ud800-\udfff]")
 LONG_SPACE = re.compile(r"\s{65,}")
 JSON_LINE = re.compile(r"\.jsonl(\.gz|\.zst)?:\d+$")
@@ -260,7 +260,7 @@ def list_files(path):
     for folder, below, names in itertools.chain.from_iterable(os.walk(top) for top in tops):
         below[:] = [name for name in below if not name.startswith(".") and name not in hidden]
         for name in names:
-            if ending(name) in ({"py"} if hidden else READABLE):
+            if ending(name) in ({"py"} if hidden else READABLE) and not name.startswith("."):
                 files.append(f"{folder}/{name}")
             else:
                 other["." + ending(name)] += 1
@@ -332,7 +332,11 @@ def resolve(record, settings, begun, total_weight):
         pinned = [old["revision"] for old in begun.get("sources", []) if old["name"] == source["name"]]
         source["revision"] = source["revision"] or (pinned or [None])[0]
     else:
-        sizes = [(os.path.basename(file), os.path.getsize(file)) for file in list_files(source["path"])[0]]
+        files, other = list_files(source["path"])
+        if other:
+            log.info("source %s: passed over: %s", source["name"],
+                     ", ".join(f"{n:,} {kind}" for kind, n in sorted(other.items())))
+        sizes = [(os.path.basename(file), os.path.getsize(file)) for file in files]
         if not sizes:
             raise Refused(f"source {source['name']}: {source['path']} has no file that can be read")
         size = sum(n * (4 if file.endswith((".gz", ".zst", ".parquet")) else 1) for file, n in sizes)
@@ -423,8 +427,10 @@ def text_of(where, raw, field):
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")
         bad = text.count("\ufffd") - raw.count("\ufffd".encode())
-        if not JSON_LINE.search(where) or not raw.strip(b"\xef\xbb\xbf \t\r\n"):
+        if not JSON_LINE.search(where):
             return text, len(text) if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else bad  # a UTF-16 mark: all is lost
+        if not raw.strip(b"\xef\xbb\xbf \t\r\n"):
+            return "", 0
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
@@ -543,7 +549,7 @@ def train_tokenizer(recipe, parts, pool, skip_bad):
     import rustbpe
     held_out, sample = max(source["held_out"] for source in recipe["sources"]), {}
     for source in recipe["sources"]:
-        room, fraction = SAMPLE_BYTES, SAMPLE_BYTES / source.get("bytes", SAMPLE_BYTES)
+        room, fraction = SAMPLE_BYTES, SAMPLE_BYTES / (source.get("bytes") or SAMPLE_BYTES)
         stream = in_order(pool, sample_batch, batches(source, None), {**source, "held_out": held_out}, skip_bad,
                           recipe["seed"], fraction)
         while room > 0 and (answer := next(stream, None)):
@@ -730,6 +736,7 @@ def prepare(settings):
     """All stages, or what is left of them."""
     data_dir, started = settings.data_dir.rstrip("/"), time.time()
     parts = f"{data_dir}/parts"  # everything is made here and moved up when complete
+    sys.stdout.reconfigure(errors="backslashreplace")  # the decoded pieces, in a locale without UTF-8
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     if settings.verify:
@@ -787,7 +794,7 @@ def main():
         prepare(load(Config, sys.argv[1:], __doc__))
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command continues")
-    except concurrent.futures.process.BrokenProcessPool:
+    except concurrent.futures.BrokenExecutor:
         sys.exit("prepare.py: a worker process died (out of memory?); the same command continues")
     except OSError as error:
         raise Refused(f"{error}; nothing old was touched, the same command continues") from None
