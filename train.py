@@ -34,21 +34,8 @@ import torch
 import torch.distributed as dist
 
 import prepare
-from model import (
-    IGNORE,
-    PEAK_TFLOPS,
-    Shape,
-    Transformer,
-    describe,
-    flops_per_token,
-    head_loss,
-    load_weights,
-    newest_verified,
-    parameter_groups,
-    saved_steps,
-    sha256_of,
-    why_bad,
-)
+from model import (IGNORE, PEAK_TFLOPS, Shape, Transformer, count_parameters, describe, flops_per_token, head_loss,
+                   load_weights, newest_verified, parameter_groups, saved_steps, sha256_of, why_bad)
 
 
 @dataclass(frozen=True)
@@ -131,8 +118,6 @@ def check(c):
             raise Refused(f"{key}={getattr(c, key)} must not be negative")
     if c.min_lr > c.learning_rate:
         raise Refused(f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}")
-    if c.warmup_steps > c.max_steps:
-        raise Refused(f"warmup_steps={c.warmup_steps} is more than max_steps={c.max_steps}")
     if unknown := set(filter(None, c.allow_change.split(","))) - set(FIXED_KEYS) - {"data"}:
         raise Refused(f"allow_change names {', '.join(unknown)}; it takes: {', '.join(FIXED_KEYS)}, data")
 
@@ -143,9 +128,10 @@ def learning_rate(step, c):
         return c.learning_rate * step / c.warmup_steps
     if c.lr_schedule == "cosine":
         done = (step - c.warmup_steps - 1) / max(1, c.max_steps - c.warmup_steps - 1)  # 0 ... 1 at the last step
-        return c.min_lr + (c.learning_rate - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-    left = (c.max_steps - step) / max(1, int(WSD_DECAY * c.max_steps))
-    return c.min_lr + (c.learning_rate - c.min_lr) * min(1.0, left)
+        share = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        share = min(1.0, (c.max_steps - step) / max(1, int(WSD_DECAY * c.max_steps)))
+    return share * c.learning_rate + (1 - share) * c.min_lr
 
 
 # ---- which tokens a step sees
@@ -177,6 +163,10 @@ class Batches:
         if self.n_windows < 1:
             raise Refused(f"{c.data_dir}: {corpus.tokens('train')} train tokens are less than one window and its "
                           f"offset, {2 * c.block_size}: take a smaller --block_size or more documents")
+        self.epochs = c.max_steps * self.per_step / self.n_windows  # of the whole run
+        if c.max_epochs and self.epochs > c.max_epochs:
+            raise Refused(f"{c.max_steps} steps read the data {self.epochs:.2f} times, more than "
+                          f"max_epochs={c.max_epochs}")
         self.pool = ThreadPoolExecutor(1)
         self.next = self.pool.submit(self.read, self.window)
 
@@ -344,43 +334,39 @@ def set_rng_state(state, device):
 # ---- evaluation
 
 @torch.no_grad()
-def evaluate(model, corpus, split, limit, c, ranks, device, autocast, token_bytes, stop):
+def evaluate(run, split, limit):
     """Token-weighted loss of a split: {name: dict(val_loss, val_ppl, val_bpb)} a source, and "" for all of them.
 
     Every source is one stream behind an end-of-text, cut into rows of T: each of its first `limit` / sources tokens is
     a target exactly once. Rows are dealt over the ranks. None when a stop signal came meanwhile.
     """
-    model.eval()
-    sources = {name: s for name, s in corpus.sources(split).items() if s["tokens"]}
-    B, T = c.micro_batch_size, c.block_size
+    corpus, sources = run.corpus, {name: s for name, s in run.corpus.sources(split).items() if s["tokens"]}
+    B, T = run.c.micro_batch_size, run.c.block_size
     sums = np.zeros((len(sources), 3))  # nats, targets, bytes
+    run.model.eval()
     for row_sums, source in zip(sums, sources.values(), strict=True):
-        tokens = min(source["tokens"], math.ceil(limit / len(sources)))
-        starts = range(0, tokens, T)[ranks.rank::ranks.world]
+        tokens = int(min(source["tokens"], max(1, limit / len(sources))))
+        starts = range(0, tokens, T)[run.ranks.rank::run.ranks.world]
         for i in range(0, len(starts), B):
             x, y = np.full((B, T), corpus.eot_id), np.full((B, T), IGNORE)
             for row, start in enumerate(starts[i:i + B]):
-                ids = corpus.read(split, source["offset"] + start, min(T, tokens - start))
-                y[row, :len(ids)] = ids
-                x[row, 1:len(ids)] = ids[:-1]
+                y_row = corpus.read(split, source["offset"] + start, min(T, tokens - start))
+                y[row, :len(y_row)], x[row, 1:len(y_row)] = y_row, y_row[:-1]
                 if start:
                     x[row, 0] = corpus.read(split, source["offset"] + start - 1, 1)[0]
-            x, y = torch.from_numpy(x), torch.from_numpy(y)
-            with autocast():
-                loss = model(x.to(device), y.to(device))
-            valid = y[y != IGNORE].numpy()
-            row_sums += loss.item(), len(valid), token_bytes[valid].sum()
-            if stop.signum:
+            with run.autocast():
+                loss = run.model(torch.from_numpy(x).to(run.device), torch.from_numpy(y).to(run.device))
+            valid = y[y != IGNORE]
+            row_sums += loss.item(), len(valid), run.token_bytes[valid].sum()
+            if run.stop.signum:
                 break
-    stopping, *total = ranks.sum(stop.signum, *sums.flatten())
-    model.train()
-    if stopping:
-        return None
+    run.model.train()
+    stopping, *total = run.ranks.sum(run.stop.signum, *sums.flatten())
     total = np.array(total).reshape(sums.shape)
-    rows = dict(zip(sources, total, strict=True)) | {"": total.sum(axis=0)}
-    return {name: dict(val_loss=nats / targets, val_ppl=math.exp(min(nats / targets, 700)),
-                       val_bpb=nats / math.log(2) / max(n_bytes, 1))
-            for name, (nats, targets, n_bytes) in rows.items()}
+    return None if stopping else {
+        name: dict(val_loss=nats / targets, val_ppl=math.exp(min(nats / targets, 700)),
+                   val_bpb=nats / math.log(2) / max(n_bytes, 1))
+        for name, (nats, targets, n_bytes) in [*zip(sources, total, strict=True), ("", total.sum(axis=0))]}
 
 
 # ---- checkpoints
@@ -479,7 +465,7 @@ class Log:
     def __init__(self, c, ranks, started):
         self.out_dir, self.on, self.world, self.started = c.out_dir, ranks.rank == 0, ranks.world, started
         self.elapsed_before = max((row.get("elapsed_s") or 0.0 for row in read_log(c.out_dir)), default=0.0)
-        self.screen, self.lines, self.run = None, None, {}
+        self.screen, self.lines, self.lock, self.run, self.early = None, None, None, {}, []
 
     def open(self, resumed_step):
         """Moves the lines past the checkpoint to log.discarded.jsonl, so that no step stands twice; then appends."""
@@ -496,6 +482,7 @@ class Log:
             prepare.write_atomically(log, kept.encode())
         self.lines = open(log, "a", encoding="utf-8")
         self.screen = open(os.path.join(self.out_dir, "train.log"), "a", encoding="utf-8")
+        print(*self.early, sep="\n", file=self.screen, flush=True)
 
     def elapsed_s(self):
         return self.elapsed_before + time.time() - self.started
@@ -508,6 +495,8 @@ class Log:
             print(text, flush=True)
             if self.screen:
                 print(text, file=self.screen, flush=True)
+            else:
+                self.early.append(text)  # out_dir is not ours yet
 
     def event(self, name, step, **values):
         if self.lines:
@@ -533,6 +522,14 @@ class Log:
         if self.on:
             for name in ("tokenizer.tiktoken", "meta.json"):
                 shutil.copy(os.path.join(c.data_dir, name), os.path.join(self.out_dir, name))
+
+    def close(self, status, exit_code):
+        """The end in run.json, if the run ever opened it; out_dir is free for another process."""
+        if self.run:
+            self.record(status=status, exit_code=exit_code)
+        for file in (self.lines, self.screen, self.lock):
+            if file:
+                file.close()
 
     def record(self, **values):
         """Updates run.json."""
@@ -587,224 +584,247 @@ def open_out_dir(c):
     return lock
 
 
-def train(c, ranks, stop, log):
-    """One run from start, or from its checkpoint, to its end. Returns the exit code."""
-    ranks.join(c.dist_timeout_s)
-    device = ranks.together(pick_device, c, ranks.local_rank)
-    ranks.together(check_batch, c, ranks.world)
-    corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
-    token_bytes = prepare.Tokenizer(c.data_dir).token_bytes
-    lock = ranks.together(open_out_dir, c) if ranks.rank == 0 else ranks.together(lambda: None)  # noqa: F841
+@dataclass
+class Run:
+    """What one process holds while it trains."""
+    c: Config
+    ranks: Ranks
+    stop: StopSignal
+    log: Log
+    device: torch.device
+    corpus: prepare.Corpus
+    token_bytes: np.ndarray  # (vocab_size,), UTF-8 bytes of each id
+    shape: Shape
+    model: Transformer  # its layers and its loss may be compiled; never wrapped, so names in checkpoints stay plain
+    ddp: torch.nn.Module  # the same model behind DistributedDataParallel where there are several ranks
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    state: dict  # step and windows, tokens, targets consumed, updates made, skipped_in_a_row
 
-    # what was here before
+    def autocast(self):
+        return torch.autocast(self.device.type, getattr(torch, self.c.dtype), enabled=self.c.dtype != "float32")
+
+
+def find_start(c, ranks, log):
+    """The newest verified checkpoint, loaded, or None. Rank 0 verifies and tells the others which it is."""
     newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
-    start = ranks.gather(newest and newest[1])[0]
-    saved = torch.load(start, map_location="cpu", weights_only=True, mmap=True) if start else None
-    if saved and c.dtype == "auto":
-        c = replace(c, dtype=saved["settings"]["dtype"])
-    c = replace(c, dtype=pick_dtype(c, device))
-    changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
-    first_step = saved["step"] if saved else 0
-    if first_step >= c.max_steps:
-        log.say(f"finished: {start} is of step {first_step}, max_steps is {c.max_steps}")
-        return 0
+    path = ranks.gather(newest and newest[1])[0]
+    return path, torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path else None
 
-    # the model
+
+def build(c, ranks, stop, log, device, corpus, saved):
+    """A Run at step 0, or where the checkpoint `saved` left off. Raises Refused."""
     shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
     n_params, lines = describe(shape, c.micro_batch_size)
     if c.expect_params and c.expect_params != n_params:
         raise Refused(f"expect_params={c.expect_params:,}, but the model has {n_params:,} parameters")
+    log.say("\n".join(lines))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
     if not saved and c.init_from not in ("auto", "scratch"):
         model.load_state_dict(load_weights(c.init_from)[0])
-    seed_everything(c.seed, 0, ranks.rank)
-    compiling = c.compile
-    if compiling and (lacking := why_no_compile(device)):
+    if c.compile and (lacking := why_no_compile(device)):
         log.say(f"not compiled: {lacking}")
-        compiling = False
-    if compiling:
+    elif c.compile:
         for layer in model.layers:
             layer.compile()
         model.head_loss = torch.compile(head_loss)
     optimizer = torch.optim.AdamW(parameter_groups(model, c.weight_decay), lr=0.0, betas=(c.beta1, c.beta2),
                                   eps=c.adam_eps, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == "float16")
-    ddp = model
-    if ranks.world > 1:
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-
-    def autocast():
-        return torch.autocast(device.type, getattr(torch, c.dtype), enabled=c.dtype != "float32")
-
-    windows, tokens, targets, updates, skipped_in_a_row = 0, 0, 0, 0, 0
+    seed_everything(c.seed, 0, ranks.rank)
+    state = dict(step=0, windows=0, tokens=0, targets=0, updates=0, skipped_in_a_row=0)
     if saved:
-        windows, tokens, targets = saved["windows"], saved["tokens"], saved["targets"]
-        updates, skipped_in_a_row = saved["updates"], saved["guard"]["skipped_in_a_row"]
+        state = {key: saved[key] for key in state}
         restore(saved, model, optimizer, scaler, ranks, device, c.seed)
-    batches = Batches(corpus, c, ranks, device, windows)
-    epochs = (windows + (c.max_steps - first_step) * batches.per_step) / batches.n_windows
-    if c.max_epochs and epochs > c.max_epochs:
-        raise Refused(f"{c.max_steps} steps read the data {epochs:.2f} times, more than max_epochs={c.max_epochs}")
+    ddp = model if ranks.world == 1 else torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    return Run(c, ranks, stop, log, device, corpus, prepare.Tokenizer(c.data_dir).token_bytes, shape, model, ddp,
+               optimizer, scaler, state)
 
-    # the record opens here: everything that could refuse has been asked
-    log.open(first_step)
-    log.say("\n".join(lines))
-    log.say(f"data           {corpus.tokens('train'):,} train tokens, {epochs:.2f} epochs in {c.max_steps} steps of "
-            f"{c.global_batch_tokens:,} tokens")
-    if epochs > 4:
-        log.say(f"warning: the data is read {epochs:.1f} times; expect overfitting")
-    log.say(f"device         {ranks.world} x {device_name(device)}, {c.dtype}, "
-            f"{'compiled' if compiling else 'eager'}, accumulation {batches.accumulation}")
-    if c.save_interval == 0:
-        log.say("save_interval=0: no checkpoint will be written, not at the end either")
-    if saved:
-        log.say(f"resuming {start}: step {first_step + 1} is next" + "".join(
-            f"\n  {key}: {then} -> {now}" for key, (then, now) in changed.items()))
 
-    # one forward and backward that is thrown away: compile time and memory are known, DDP's buckets are final
-    x, y = (t.to(device)[0] for t in batches.read(0))
-    before, began = rng_state(device), time.time()
-    with autocast():
-        warm_up_loss = ddp(x, y, c.label_smoothing)
-    warm_up_loss.backward()
-    optimizer.zero_grad(set_to_none=True)
-    set_rng_state(before, device)
-    warm_up_s = time.time() - began
-    log.say(f"first pass     {warm_up_s:.1f} s, compile included; loss {warm_up_loss.item() / y.numel():.4f}, "
-            f"ln V = {math.log(shape.vocab_size):.4f}")
-    log.start_record(c, ranks, device, corpus, n_params, warm_up_loss.item() / y.numel(), fresh=not saved)
-    log.event("run_start", first_step, n_params=n_params, warm_up_s=warm_up_s, compiled=compiling)
-    shown = sorted({1, c.max_steps, *range(c.log_interval, c.max_steps, c.log_interval)})
-    log.event("plan", first_step, plan=[[s, learning_rate(s, c)] for s in shown])
-    log.say("planned rate   " + ", ".join(f"step {s}: {learning_rate(s, c):.3g}" for s in sorted(
-        {1, max(1, c.warmup_steps), *(max(1, c.max_steps * i // 4) for i in (1, 2, 3, 4))})))
-    if saved:
-        log.event("resume", first_step, path=start, world_size=ranks.world, changed=changed)
+def first_pass(run, x, y):
+    """One forward and backward that is thrown away, before the first update of every process: then compile time and
+    memory are known, and DDP's buckets final (else a resume on three ranks is not bit-exact). Returns the mean loss."""
+    before, began = rng_state(run.device), time.time()
+    with run.autocast():
+        loss = run.ddp(x, y, run.c.label_smoothing)
+    loss.backward()
+    run.optimizer.zero_grad(set_to_none=True)
+    set_rng_state(before, run.device)
+    loss = loss.item() / y.numel()
+    run.log.say(f"first pass     {time.time() - began:.1f} s, compile included; loss {loss:.4f}, ln V = "
+                f"{math.log(run.shape.vocab_size):.4f}")
+    return loss, time.time() - began
 
-    def run_evaluation(step, limit):
-        began = time.time()
-        result = evaluate(model, corpus, "val", limit, c, ranks, device, autocast, token_bytes, stop)
-        if result:
-            total = result.pop("")
-            log.event("eval", step, **total, sources=result, seconds=time.time() - began)
-            log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
-                    f"{total['val_bpb']:.4f} (" + ", ".join(
-                        f"{name} {r['val_loss']:.4f} / {r['val_ppl']:.2f} / {r['val_bpb']:.4f}"
+
+def run_evaluation(run, limit):
+    """Evaluates on val and says so. Returns the seconds it took."""
+    began, step = time.time(), run.state["step"]
+    result = evaluate(run, "val", limit)
+    if result:
+        total = result.pop("")
+        run.log.event("eval", step, **total, sources=result, seconds=time.time() - began)
+        run.log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
+                    f"{total['val_bpb']:.4f} (" + "; ".join(
+                        f"{name} {r['val_loss']:.4f}, {r['val_ppl']:.2f}, {r['val_bpb']:.4f}"
                         for name, r in result.items()) + ")")
-        return time.time() - began
+    return time.time() - began
 
-    def save(step, kind):
-        """Whether a verified checkpoint of this step is on disk; every rank hears the same answer."""
-        began, path = time.time(), os.path.join(c.out_dir, "ckpt", f"{kind}_{step:08d}.pt")
-        content = dict(model=model.state_dict(), settings=asdict(c), step=step, vocab_size=shape.vocab_size,
-                       eot_id=shape.eot_id, data_fingerprint=corpus.fingerprint, commit=log.run.get("commit"))
-        if kind == "step":
-            order = [zlib.crc32(np.ascontiguousarray(epoch_order(c.seed, windows // batches.n_windows,
-                                                                 batches.n_windows, c.block_size)[1]))]
-            content |= dict(optimizer=moments_by_name(model, optimizer), scaler=scaler.state_dict(), windows=windows,
-                            tokens=tokens, targets=targets, updates=updates, order_crc=order[0],
-                            guard=dict(skipped_in_a_row=skipped_in_a_row), rng=ranks.gather(rng_state(device)))
-        written, error = 0, None
-        if ranks.rank == 0 and why_bad(path) is not None:
-            try:
-                if os.path.exists(path):
-                    os.rename(path, path + ".corrupt")
-                written = write_checkpoint(path, content, step)
-                delete_old(c.out_dir, c)
-            except OSError as failed:
-                error = str(failed)
-                log.event("alarm", step, kind="save_failed", message=error, action="going on, the older ones are kept")
-                log.say(f"WARNING: the save of step {step} failed, older checkpoints are kept: {error}")
-        error = ranks.gather(error)[0]
-        if error is None:
-            stall_ms = (time.time() - began) * 1000
-            memory, source = peak_memory(device)
-            log.event("save", step, path=path, bytes=written, stall_ms=stall_ms, peak_memory_bytes=memory,
-                      peak_memory_source=source, gpu_hours=log.device_hours())
-            log.say(f"step {step}: saved {path} ({written / 1e6:.1f} MB, {stall_ms:.0f} ms)")
-        return error is None
 
-    plain_flops, attention_flops = flops_per_token(n_params, shape)
-    peak = c.peak_tflops or PEAK_TFLOPS.get(device_name(device), 0)
-    interval_s = interval_data_s = eval_s = 0.0
-    interval_steps, saved_ok, step = 0, True, first_step
+def save(run, kind):
+    """Writes a checkpoint (kind "step") or weights only ("weights"). Whether it is on disk; all ranks hear the same."""
+    c, step, began = run.c, run.state["step"], time.time()
+    path, written, error = os.path.join(c.out_dir, "ckpt", f"{kind}_{step:08d}.pt"), 0, None
+    content = dict(model=run.model.state_dict(), settings=asdict(c), vocab_size=run.shape.vocab_size, step=step,
+                   eot_id=run.shape.eot_id, data_fingerprint=run.corpus.fingerprint, commit=run.log.run["commit"])
+    if kind == "step":
+        content |= run.state | dict(optimizer=moments_by_name(run.model, run.optimizer), rng=run.ranks.gather(
+            rng_state(run.device)), scaler=run.scaler.state_dict())
+    if run.ranks.rank == 0 and (reason := why_bad(path)):
+        try:
+            if os.path.exists(path):
+                run.log.say(f"{path} is replaced, {reason}; the old one is kept as .corrupt")
+                os.rename(path, path + ".corrupt")
+            written = write_checkpoint(path, content, step)
+            delete_old(c.out_dir, c)
+        except OSError as failed:
+            error = str(failed)
+    error = run.ranks.gather(error)[0]
+    if error:
+        run.log.event("alarm", step, kind="save_failed", message=error, action="older checkpoints kept, going on")
+        run.log.say(f"WARNING: the save of step {step} failed, older checkpoints are kept: {error}")
+        return False
+    stall_ms, (memory, source) = (time.time() - began) * 1000, peak_memory(run.device)
+    run.log.event("save", step, path=path, bytes=written, stall_ms=stall_ms, peak_memory_bytes=memory,
+                  peak_memory_source=source, gpu_hours=run.log.device_hours())
+    run.log.say(f"step {step}: saved {path} ({written / 1e6:.1f} MB, {stall_ms:.0f} ms)" if written else
+                f"step {step}: {path} is there already and verified")
+    return True
+
+
+def train(c, ranks, stop, log):
+    """One run from its start, or from its checkpoint, to its end. Returns the exit code."""
+    ranks.join(c.dist_timeout_s)
+    device = ranks.together(pick_device, c, ranks.local_rank)
+    ranks.together(check_batch, c, ranks.world)
+    corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
+    log.lock = ranks.together(open_out_dir, c) if ranks.rank == 0 else ranks.together(lambda: None)
+    start, saved = find_start(c, ranks, log)
+    c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
+    changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
+    if saved and saved["step"] >= c.max_steps:
+        log.say(f"finished: {start} is of step {saved['step']}, max_steps is {c.max_steps}")
+        return 0
+    run = ranks.together(build, c, ranks, stop, log, device, corpus, saved)
+    state, model, ddp, optimizer, scaler = run.state, run.model, run.ddp, run.optimizer, run.scaler
+    batches = ranks.together(Batches, corpus, c, ranks, device, state["windows"])
     x, y, valid = batches.take()
-    [step_targets] = ranks.sum(valid)
-    faulthandler_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "w")
 
-    for step in range(first_step + 1, c.max_steps + 1):
-        faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=faulthandler_file)
-        began = time.perf_counter()
-        logged = step == 1 or step == c.max_steps or step % c.log_interval == 0
-        rate = learning_rate(step, c)
+    log.open(state["step"])  # whatever could refuse has been asked: the record begins
+    if saved:
+        log.say(f"resuming {start}: step {state['step'] + 1} is next" + "".join(
+            f"\n  {key}: {then} -> {now}" for key, (then, now) in changed.items()))
+    log.say(f"data           {corpus.tokens('train'):,} train tokens, read {batches.epochs:.2f} times in {c.max_steps} "
+            f"steps of {c.global_batch_tokens:,} tokens")
+    compiled = "compiled" if model.head_loss is not head_loss else "eager"
+    log.say(f"device         {ranks.world} x {device_name(device)}, {c.dtype}, {compiled}, accumulation "
+            f"{batches.accumulation}")
+    for holds, warning in (
+            (c.save_interval == 0, "save_interval=0: no checkpoint will be written, not at the end either"),
+            (batches.epochs > 4, "the data is read more than 4 times: expect overfitting"),
+            (c.warmup_steps >= c.max_steps, f"warmup_steps={c.warmup_steps}, the whole run: the rate never falls")):
+        if holds:
+            log.say(f"warning: {warning}")
+    initial_loss, first_pass_s = first_pass(run, x[0], y[0])
+    n_params = count_parameters(model)
+    log.start_record(c, ranks, device, corpus, n_params, initial_loss, fresh=not saved)
+    log.event("run_start", state["step"], n_params=n_params, first_pass_s=first_pass_s, compiled=compiled)
+    logged_steps = sorted({1, c.max_steps, *range(c.log_interval, c.max_steps, c.log_interval)})
+    log.event("plan", state["step"], plan=[[s, learning_rate(s, c)] for s in logged_steps])
+    log.say("planned rate   " + ", ".join(f"step {s}: {learning_rate(s, c):.3g}" for s in sorted(
+        {1, min(c.max_steps, max(1, c.warmup_steps)), *(max(1, c.max_steps * i // 4) for i in (1, 2, 3, 4))})))
+    if saved:
+        log.event("resume", state["step"], path=start, world_size=ranks.world, changed=changed)
+
+    plain_flops, attention_flops = flops_per_token(n_params, run.shape)
+    peak = c.peak_tflops or PEAK_TFLOPS.get(device_name(device), 0)
+    interval = dict(steps=0, seconds=0.0, data_s=0.0)  # since the last line; evaluation and saving stay outside
+    eval_s, saved_ok = 0.0, True
+    [step_targets] = ranks.sum(valid)
+    hang_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "w")
+
+    for step in range(state["step"] + 1, c.max_steps + 1):
+        faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=hang_file)
+        began, rate = time.perf_counter(), learning_rate(step, c)
+        logged = step in (1, c.max_steps) or step % c.log_interval == 0
         for group in optimizer.param_groups:
             group["lr"] = rate
 
         loss_sum = 0.0
         for micro in range(batches.accumulation):
-            last = micro == batches.accumulation - 1
-            with contextlib.nullcontext() if last or ddp is model else ddp.no_sync():
-                with autocast():
+            is_last = micro == batches.accumulation - 1
+            with contextlib.nullcontext() if is_last or ranks.world == 1 else ddp.no_sync():
+                with run.autocast():
                     loss = ddp(x[micro], y[micro], c.label_smoothing)
-                # the sum over this micro-batch becomes the mean over the whole step; DDP averages, hence the world
+                # a sum becomes its share of the mean over the whole step; DDP averages over ranks, hence their number
                 scaler.scale(loss * (ranks.world / step_targets)).backward()
             loss_sum = loss_sum + loss.detach()
         scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf, foreach=True)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
         loss_sum, grad_norm = torch.stack((loss_sum, grad_norm)).tolist()  # the one wait for the device in an update
 
-        crc = batch_crc(x, y) if logged else 0
-        waited = time.perf_counter()
+        crc, waited = batch_crc(x, y) if logged else 0, time.perf_counter()
         x, y, valid = batches.take()
         data_s = time.perf_counter() - waited
         stopping, loss_sum, crc, next_targets = ranks.sum(stop.signum, loss_sum, crc, valid)
-        skipped = c.dtype == "float16" and not math.isfinite(grad_norm)
-        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
-        finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or skipped)
-        if not finite or skipped_in_a_row >= MAX_FP16_SKIPS:
-            message = (f"step {step}: loss {loss_sum / step_targets}, gradient norm {grad_norm}, windows {windows} to "
-                       f"{windows + batches.per_step - 1}, {skipped_in_a_row} skipped in a row; no update, no save")
-            log.event("alarm", step, kind="non_finite", message=message, action="stop")
-            log.say(f"STOPPED by the guard at {message}")
+        loss = loss_sum / step_targets
+        skipped = c.dtype == "float16" and not math.isfinite(grad_norm)  # the scaler will leave this update out
+        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if skipped else 0
+        if not math.isfinite(loss + (0 if skipped else grad_norm)) or state["skipped_in_a_row"] >= MAX_FP16_SKIPS:
+            first = state["windows"]
+            message = (f"step {step}: loss {loss}, gradient norm {grad_norm}, windows {first} to "
+                       f"{first + batches.per_step - 1}, {state['skipped_in_a_row']} skipped in a row")
+            log.event("alarm", step, kind="non_finite", message=message, action="stop: no update, no save")
             log.event("stop", step, reason="guard", exit_code=3)
+            log.say(f"STOPPED by the guard at {message}; nothing was updated or saved")
             return 3
 
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         stop.ready = True
-
-        windows, tokens = windows + batches.per_step, tokens + c.global_batch_tokens
-        targets, updates = targets + int(step_targets), updates + (not skipped)
-        interval_steps += 1
-        interval_s += time.perf_counter() - began
-        interval_data_s += data_s
-        if logged:
-            step_s = interval_s / interval_steps
-            rate_tokens = c.global_batch_tokens / step_s
-            mfu = plain_flops * rate_tokens / (ranks.world * peak * 1e12) if peak else None
-            evals_left = (c.max_steps - step) // c.eval_interval if c.eval_interval else 0
-            eta_s = (c.max_steps - step) * step_s + evals_left * eval_s
-            log.event("step", step, elapsed_s=log.elapsed_s(), epoch=windows / batches.n_windows,
-                      loss=loss_sum / step_targets, lr=rate, grad_norm=grad_norm, tokens_per_s=rate_tokens, mfu=mfu,
-                      step_ms=step_s * 1000, data_ms=interval_data_s / interval_steps * 1000, tokens=tokens,
-                      targets=targets, batch_crc=int(crc) % 2**32, gpu_hours=log.device_hours(), eta_s=eta_s,
-                      **(dict(loss_scale=scaler.get_scale(), skipped=skipped) if c.dtype == "float16" else {}))
-            log.say(f"step {step}/{c.max_steps} | loss {loss_sum / step_targets:.4f} | lr {rate:.2e} | "
-                    f"norm {grad_norm:.2f} | {rate_tokens:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | "
-                    f"eta {duration(eta_s)} | {log.device_hours():.3f} device-h")
-            interval_s, interval_data_s, interval_steps = 0.0, 0.0, 0
+        state.update(step=step, windows=state["windows"] + batches.per_step, updates=state["updates"] + (not skipped),
+                     tokens=state["tokens"] + c.global_batch_tokens, targets=state["targets"] + int(step_targets))
         step_targets = next_targets
+        log.run.update(steps=step, updates=state["updates"])
 
-        faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=faulthandler_file)
+        interval["steps"] += 1
+        interval["seconds"] += time.perf_counter() - began
+        interval["data_s"] += data_s
+        if logged:
+            step_s = interval["seconds"] / interval["steps"]
+            tokens_per_s = c.global_batch_tokens / step_s
+            mfu = plain_flops * tokens_per_s / (ranks.world * peak * 1e12) if peak else None
+            evals_left = (c.max_steps - 1) // c.eval_interval - step // c.eval_interval + 1 if c.eval_interval else 1
+            eta_s = (c.max_steps - step) * step_s + evals_left * eval_s
+            log.event("step", step, elapsed_s=log.elapsed_s(), epoch=state["windows"] / batches.n_windows, loss=loss,
+                      lr=rate, grad_norm=grad_norm, tokens_per_s=tokens_per_s, mfu=mfu, step_ms=step_s * 1000,
+                      data_ms=interval["data_s"] / interval["steps"] * 1000, tokens=state["tokens"],
+                      targets=state["targets"], batch_crc=int(crc) % 2**32, gpu_hours=log.device_hours(), eta_s=eta_s,
+                      **(dict(loss_scale=scaler.get_scale(), skipped=skipped) if c.dtype == "float16" else {}))
+            log.say(f"step {step}/{c.max_steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | "
+                    f"{tokens_per_s:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | eta {duration(eta_s)} | "
+                    f"{log.device_hours():.3f} device-h")
+            interval = dict(steps=0, seconds=0.0, data_s=0.0)
+
+        faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
         final = step == c.max_steps
-        if stopping or (c.save_interval and (final or step % c.save_interval == 0)):
-            saved_ok = c.save_interval == 0 or save(step, "step")
+        if c.save_interval and (stopping or final or step % c.save_interval == 0):
+            saved_ok = save(run, "step")
         elif c.weights_interval and step % c.weights_interval == 0:
-            save(step, "weights")
+            save(run, "weights")
         if stopping:
             signum = max(ranks.gather(stop.signum))
             code = 128 + signum if saved_ok else 1
@@ -812,14 +832,13 @@ def train(c, ranks, stop, log):
             log.say(f"stopped by {signal.Signals(signum).name} after step {step}; the same command continues")
             return code
         if final:
-            run_evaluation(step, corpus.tokens("val"))
+            run_evaluation(run, math.inf)
         elif c.eval_interval and step % c.eval_interval == 0:
-            eval_s = run_evaluation(step, c.eval_tokens)
+            eval_s = run_evaluation(run, c.eval_tokens)
 
-    log.record(steps=step, updates=updates)
     memory, source = peak_memory(device)
     log.event("run_end", step, elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), peak_memory_bytes=memory,
-              peak_memory_source=source, attention_flops_per_token=attention_flops, flops_per_token=plain_flops)
+              peak_memory_source=source, flops_per_token=plain_flops, attention_flops_per_token=attention_flops)
     return 0 if saved_ok else 1
 
 
@@ -841,8 +860,7 @@ def main():
         code, status = ended.code, "stopped"
     finally:
         faulthandler.cancel_dump_traceback_later()
-        if log.run:
-            log.record(status=status, exit_code=code)
+        log.close(status, code)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -13,9 +14,10 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the shapes are tiny, and some tests run several processes
 
 import prepare  # noqa: E402
+import train as train_script  # noqa: E402
 
 TINY = ("--n_layer=2 --n_embd=32 --n_head=4 --n_kv_head=2 --ffn_hidden=64 --block_size=32 --micro_batch_size=2 "
         "--global_batch_tokens=384 --max_steps=8 --warmup_steps=2 --log_interval=1 --eval_interval=0 --save_interval=4 "
@@ -40,7 +42,8 @@ def write_data(folder, documents, vocab_size=257, dtype="uint16", val_share=0.1)
             splits[split][name] = dict(offset=offset, tokens=len(ids) - offset, documents=len(mine),
                                        bytes=sum(len(text.encode()) for text in mine))
         np.array(ids, dtype=dtype).tofile(f"{folder}/{split}.bin")
-    tokenizer = dict(pattern=prepare.PATTERN, special_tokens={prepare.EOT: eot}, sha256=hashlib.sha256(ranks).hexdigest())
+    tokenizer = dict(pattern=prepare.PATTERN, special_tokens={prepare.EOT: eot},
+                     sha256=hashlib.sha256(ranks).hexdigest())
     prepare.seal(folder, dict(schema=1, vocab_size=vocab_size, dtype=dtype, eot_id=eot, tokenizer=tokenizer,
                               splits=splits, recipe={}, dropped={}))
     return folder
@@ -75,9 +78,23 @@ def finish(process, timeout=120):
 
 
 def train(data_dir, out_dir, *words, nproc=0, **options):
-    """A whole run of train.py on the tiny shape; later words win."""
+    """A whole run of train.py on the tiny shape as a process; later words win."""
     return finish(start("train.py", *TINY, f"--data_dir={data_dir}", f"--out_dir={out_dir}", *words, nproc=nproc,
                         **options))
+
+
+def train_here(data_dir, out_dir, *words):
+    """The same inside this process: seconds faster, and tests can reach in. Returns the exit code."""
+    argv, handlers = sys.argv, [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    sys.argv = ["train.py", *TINY, f"--data_dir={data_dir}", f"--out_dir={out_dir}", *map(str, words)]
+    try:
+        train_script.main()
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        sys.argv = argv
+        for signum, handler in handlers:
+            signal.signal(signum, handler)
 
 
 def rows(out_dir, event="step"):
@@ -87,3 +104,20 @@ def rows(out_dir, event="step"):
 
 def column(out_dir, key, event="step"):
     return [row[key] for row in rows(out_dir, event)]
+
+
+def checkpoint(out_dir, step):
+    return torch.load(f"{out_dir}/ckpt/step_{step:08d}.pt", weights_only=True)
+
+
+def tensors(value, path=""):
+    """{path: tensor} of everything in a checkpoint that must come out equal."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {k: v for key, inner in pairs for k, v in tensors(inner, f"{path}/{key}").items()}
+
+
+def same_tensors(a, b):
+    a, b = tensors(a), tensors(b)
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
