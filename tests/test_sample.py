@@ -32,7 +32,8 @@ def save_run(folder, model, settings=SETTINGS):
     with open(f"{folder}/tokenizer.tiktoken", "wb") as f:
         f.write(ranks)
     source = dict(offset=0, tokens=1000, documents=10, bytes=1000)
-    meta = dict(schema=1, vocab_size=VOCAB, dtype="uint16", eot_id=EOT, splits=dict(train=dict(code=source, zh=source)),
+    meta = dict(schema=1, vocab_size=VOCAB, dtype="uint16", eot_id=EOT, splits=dict(train=dict(mine=source, zh=source)),
+                recipe=dict(sources=[dict(name="mine", kind="code"), dict(name="zh", kind="prose")]),
                 tokenizer=dict(pattern=prepare.PATTERN, special_tokens={"<|endoftext|>": EOT},
                                sha256=hashlib.sha256(ranks).hexdigest()))
     with open(f"{folder}/meta.json", "w") as f:

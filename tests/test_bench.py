@@ -1,0 +1,166 @@
+"""bench.py: what it reports from a log, and that it runs train.py itself and leaves nothing behind."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+import bench
+import prepare
+import train
+from config import Refused
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--ffn_hidden=64", "--block_size=32",
+        "--global_batch_tokens=256", "--micro_batch_size=2", "--vocab_size=300", "--compile=False", "--device=cpu",
+        "--data_dir=nowhere"]
+REFERENCE = train.Config(n_layer=18, n_head=12, n_kv_head=4, n_embd=1536, ffn_hidden=4096, block_size=2048,
+                         global_batch_tokens=2**20, dtype="bfloat16")
+
+
+def log_of(rates, warm_up=(1.0, 2.0, 3.0)):
+    rows = [dict(event="run_start", step=0, time=0.0, warm_up_s=12.3, compiled=True)]
+    for step, rate in enumerate([*warm_up, *rates], start=1):
+        rows.append(dict(event="step", step=step, time=10.0 * step, tokens_per_s=rate, step_ms=2**20 / rate * 1000,
+                         data_ms=2.0))
+    return rows
+
+
+def figures(rates, device="NVIDIA A100-SXM4-80GB", matrix_tflops=250.0, memory=(2**30, "here"), **settings):
+    """{first word or two of a line: the rest} of the report."""
+    run = dict(settings=asdict(REFERENCE) | settings, device=device, device_count=4, n_params=502_193_664)
+    lines = bench.report(log_of(rates), run, 32_000, True, matrix_tflops, memory)
+    return dict(re.split(r"  +", line, maxsplit=1) for line in lines)
+
+
+def test_mfu_of_the_reference_record_comes_out_both_ways():
+    said = figures([163_399.0] * 7)
+    assert said["MFU"].startswith("39.5% (6N), 48.3% (attention included)") and "4 x 312" in said["MFU"]
+    assert said["tokens/s"].startswith("163,399") and said["step"].startswith("6,417")
+    share = 6 * 502_193_664 * 163_399 / (4 * 250e12)
+    assert f"reaches {share:.1%} of it (6N)" in said["matrix product"]
+    assert said["first pass"].startswith("12.3 s") and said["peak memory"] == "1.00 GiB (here)"
+    assert said["data wait"].startswith("2.00 ms, 0.03%")
+
+
+def test_slow_steps_and_the_warm_up_do_not_move_the_figures():
+    steady = [1000.0, 1010.0, 990.0, 1005.0, 995.0, 1000.0, 1002.0, 998.0, 1000.0]
+    slow = steady[:4] + [3.0] + steady[5:]
+    for name in ("tokens/s", "step", "MFU"):
+        assert figures(steady)[name].split("  ")[0] == figures(slow)[name].split("  ")[0]
+    assert figures(steady)["tokens/s"] == "1,000  (998 to 1,002)"
+
+
+@pytest.mark.parametrize("device", ["NVIDIA A10G", "NVIDIA A100", "A10", "NVIDIA H200 NVL", "Some CPU, 2 threads"])
+def test_a_device_of_another_name_has_no_mfu_unless_its_peak_is_given(device):
+    said = figures([1000.0] * 5, device)
+    assert "%" not in said["MFU"] and device in said["MFU"]
+    assert figures([1000.0] * 5, device, peak_tflops=100.0)["MFU"].startswith("0.8% (6N)")
+    assert "125 TFLOP/s" in figures([1000.0] * 5, "NVIDIA A10")["MFU"]
+
+
+def test_peak_memory_is_the_logs_last_word_and_never_a_guess():
+    rows = [dict(event="save", peak_memory_bytes=5, peak_memory_source="a"), dict(event="step"),
+            dict(event="stop", peak_memory_bytes=7, peak_memory_source="b"), dict(event="step")]
+    assert bench.peak_memory(rows, "cuda") == (7, "b")
+    assert bench.peak_memory(rows[1:2], "cuda")[0] is None
+    assert "not measured" in figures([1.0] * 5, memory=bench.peak_memory([], "cuda"))["peak memory"]
+
+
+@pytest.mark.parametrize("vocab_size", [300, 100_000])
+def test_random_data_is_a_finished_folder(tmp_path, vocab_size):
+    bench.write_random_data(str(tmp_path), vocab_size, 5500)
+    corpus = prepare.Corpus(str(tmp_path), check="all")
+    ids = corpus.read("train", 0, 5500)
+    ends = np.flatnonzero(ids == corpus.eot_id)
+    assert corpus.tokens("train") == 5500 and corpus.vocab_size == vocab_size and corpus.eot_id == vocab_size - 1
+    assert ends.tolist() == [999, 1999, 2999, 3999, 4999, 5499] and ids.max() == corpus.eot_id
+    assert corpus.sources("train")["random"]["documents"] == len(ends)
+    assert prepare.Tokenizer(str(tmp_path)).encode("A") == [65]
+
+
+FAKE = """
+import json, signal, sys, time
+def stop(*_):
+    log.write(json.dumps(dict(event="stop", step=step, peak_memory_bytes=9, peak_memory_source="fake")) + "\\n")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+log = open(sys.argv[1] + "/log.jsonl", "w", buffering=1)
+open(sys.argv[1] + "/run.json", "w").write("{}")
+for step in range(1, 10**9):
+    time.sleep(0.5 if step == 5 else 0.02)
+    log.write(json.dumps(dict(event="step", step=step, time=time.time(), tokens_per_s=1)) + "\\n")
+"""
+
+
+def test_a_run_is_stopped_once_enough_is_measured(tmp_path):
+    began = time.time()
+    rows, run = bench.run_train([sys.executable, "-c", FAKE, str(tmp_path)], str(tmp_path), 1.0)
+    steps = bench.measured(rows)
+    assert steps[0]["step"] == 4 and 1.0 <= steps[-1]["time"] - steps[0]["time"] < 3.0 and time.time() - began < 6.0
+    assert rows[-1]["event"] == "stop" and run == {}
+
+
+def test_a_refusal_and_a_crash_of_train_keep_their_meaning(tmp_path, capfd):
+    refusing = "import sys; print('W: noise'); print('train.py: no such shape', file=sys.stderr); sys.exit({})"
+    for code in (2, 1):  # 1 as from torchrun
+        with pytest.raises(Refused, match="no such shape"):
+            bench.run_train([sys.executable, "-c", refusing.format(code)], str(tmp_path), 1.0)
+    with pytest.raises(SystemExit) as ended:
+        bench.run_train([sys.executable, "-c", "raise ValueError('boom')"], str(tmp_path), 1.0)
+    assert ended.value.code == 1 and "ValueError: boom" in capfd.readouterr().err
+
+
+def start(folder, *argv):
+    os.mkdir(folder / "tmp")
+    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, os.path.join(ROOT, "bench.py"), *TINY, *argv], cwd=folder, env=env,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_two_ranks_of_the_real_loop_are_measured_and_nothing_stays_behind(tmp_path):
+    bench_run = start(tmp_path, "--devices=2", "--seconds=0.5", "--peak_tflops=1")
+    out, err = bench_run.communicate(timeout=120)
+    assert bench_run.returncode == 0, err
+    said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    rate, step_ms = (float(said[name].split()[0].replace(",", "")) for name in ("tokens/s", "step"))
+    assert rate == pytest.approx(256 / step_ms * 1000, rel=0.05)
+    n_params = int(said["model"].split()[0].replace(",", ""))
+    assert n_params == 300 * 32 + 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 3 * 32
+    assert float(said["MFU"].split("%")[0]) == pytest.approx(100 * 6 * n_params * rate / 2e12, abs=0.051)
+    assert said["device"].startswith("2 x") and "eager" in said["device"] and "GiB" in said["peak memory"]
+    assert float(said["matrix product"].split()[0]) > 0 and "random ids, vocabulary 300" in said["data"]
+    assert os.listdir(tmp_path) == ["tmp"] and not list(tmp_path.glob("tmp/bench.*"))
+
+
+def test_an_interrupted_bench_takes_its_run_along(tmp_path):
+    bench_run = start(tmp_path)
+    deadline, record = time.time() + 60, None
+    while record is None and time.time() < deadline:
+        time.sleep(0.1)
+        record = next(iter(tmp_path.glob("tmp/bench.*/out/run.json")), None)
+    pid = json.loads(record.read_text())["pid"]
+    bench_run.send_signal(signal.SIGTERM)
+    bench_run.communicate(timeout=60)
+    assert bench_run.returncode == 143
+    assert not os.path.exists(f"/proc/{pid}") and not list(tmp_path.glob("tmp/bench.*"))
+
+
+@pytest.mark.parametrize("argv,says", [
+    (["--n_embd=33"], "n_embd=33"), (["--learing_rate=1"], "learning_rate"), (["--devices=-1"], "devices"),
+    (["--dtype=int8"], "dtype"), (["nowhere.py"], "nowhere.py")])
+def test_wrong_settings_are_refused_before_anything_is_started(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["bench.py", *TINY, *argv])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(Refused, match=says) as refused:
+        bench.main()
+    assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
