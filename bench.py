@@ -145,8 +145,7 @@ def report(rows, run, vocab_size, cuda, matrix_tflops, memory):
     shares = [r / (at_once * matrix_tflops) for r in reached]
     n_bytes, source = memory
     return [
-        f"device          {world} x {run['device']}, {settings['dtype']}, "
-        f"{'compiled' if start['compiled'] else 'eager'}",
+        f"device          {world} x {run['device']}, {settings['dtype']}, {start['compiled']}",
         f"model           {run['n_params']:,} parameters, context {settings['block_size']}, vocabulary {vocab_size:,}",
         f"a step          {settings['global_batch_tokens']:,} tokens, micro-batch {settings['micro_batch_size']}",
         f"measured        {len(steps)} steps in {steps[-1]['time'] - steps[0]['time']:.0f} s, {DROPPED} before them "
@@ -154,7 +153,7 @@ def report(rows, run, vocab_size, cuda, matrix_tflops, memory):
         f"tokens/s        {rate:,.0f}  ({rates[0]:,.0f} to {rates[1]:,.0f})",
         f"step            {step_ms:,.1f} ms  ({steps_ms[0]:,.1f} to {steps_ms[1]:,.1f})",
         f"data wait       {data_ms:.2f} ms, {data_ms / step_ms:.2%} of a step",
-        f"first pass      {start['warm_up_s']:.1f} s, compile included, not in the figures above",
+        f"first pass      {start['first_pass_s']:.1f} s, compile included, not in the figures above",
         f"peak memory     {f'{n_bytes / 2**30:.2f} GiB' if n_bytes else 'not measured'} ({source})",
         f"matrix product  {matrix_tflops:.4g} TFLOP/s (side {MATRIX['cuda' if cuda else 'cpu']}, {settings['dtype']}, "
         f"one device); the run reaches {shares[0]:.1%} of it (6N), {shares[1]:.1%} (attention included)",

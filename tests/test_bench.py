@@ -10,22 +10,21 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from conftest import finish, start
 
 import bench
 import prepare
 import train
 from config import Refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--ffn_hidden=64", "--block_size=32",
-        "--global_batch_tokens=256", "--micro_batch_size=2", "--vocab_size=300", "--compile=False", "--device=cpu",
-        "--data_dir=nowhere"]
+        "--global_batch_tokens=256", "--micro_batch_size=2", "--vocab_size=300", "--compile=False", "--device=cpu"]
 REFERENCE = train.Config(n_layer=18, n_head=12, n_kv_head=4, n_embd=1536, ffn_hidden=4096, block_size=2048,
                          global_batch_tokens=2**20, dtype="bfloat16")
 
 
 def log_of(rates, warm_up=(1.0, 2.0, 3.0)):
-    rows = [dict(event="run_start", step=0, time=0.0, warm_up_s=12.3, compiled=True)]
+    rows = [dict(event="run_start", step=0, time=0.0, first_pass_s=12.3, compiled="compiled")]
     for step, rate in enumerate([*warm_up, *rates], start=1):
         rows.append(dict(event="step", step=step, time=10.0 * step, tokens_per_s=rate, step_ms=2**20 / rate * 1000,
                          data_ms=2.0))
@@ -117,17 +116,14 @@ def test_a_refusal_and_a_crash_of_train_keep_their_meaning(tmp_path, capfd):
     assert ended.value.code == 1 and "ValueError: boom" in capfd.readouterr().err
 
 
-def start(folder, *argv):
-    os.mkdir(folder / "tmp")
-    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, os.path.join(ROOT, "bench.py"), *TINY, *argv], cwd=folder, env=env,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def start_bench(folder, *argv):
+    return start("bench.py", *TINY, f"--data_dir={folder}/none", f"--out_dir={folder}/out", *argv,
+                 env=dict(TMPDIR=str(folder)))
 
 
 def test_two_ranks_of_the_real_loop_are_measured_and_nothing_stays_behind(tmp_path):
-    bench_run = start(tmp_path, "--devices=2", "--seconds=0.5", "--peak_tflops=1")
-    out, err = bench_run.communicate(timeout=120)
-    assert bench_run.returncode == 0, err
+    code, out, err = finish(start_bench(tmp_path, "--devices=2", "--seconds=0.5", "--peak_tflops=1"))
+    assert code == 0, err
     said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
     rate, step_ms = (float(said[name].split()[0].replace(",", "")) for name in ("tokens/s", "step"))
     assert rate == pytest.approx(256 / step_ms * 1000, rel=0.05)
@@ -136,20 +132,19 @@ def test_two_ranks_of_the_real_loop_are_measured_and_nothing_stays_behind(tmp_pa
     assert float(said["MFU"].split("%")[0]) == pytest.approx(100 * 6 * n_params * rate / 2e12, abs=0.051)
     assert said["device"].startswith("2 x") and "eager" in said["device"] and "GiB" in said["peak memory"]
     assert float(said["matrix product"].split()[0]) > 0 and "random ids, vocabulary 300" in said["data"]
-    assert os.listdir(tmp_path) == ["tmp"] and not list(tmp_path.glob("tmp/bench.*"))
+    assert not any(name.startswith(("bench", "none", "out")) for name in os.listdir(tmp_path))
 
 
 def test_an_interrupted_bench_takes_its_run_along(tmp_path):
-    bench_run = start(tmp_path)
+    bench_run = start_bench(tmp_path)
     deadline, record = time.time() + 60, None
     while record is None and time.time() < deadline:
         time.sleep(0.1)
-        record = next(iter(tmp_path.glob("tmp/bench.*/out/run.json")), None)
+        record = next(iter(tmp_path.glob("bench.*/out/run.json")), None)
     pid = json.loads(record.read_text())["pid"]
     bench_run.send_signal(signal.SIGTERM)
-    bench_run.communicate(timeout=60)
-    assert bench_run.returncode == 143
-    assert not os.path.exists(f"/proc/{pid}") and not list(tmp_path.glob("tmp/bench.*"))
+    assert finish(bench_run)[0] == 143
+    assert not os.path.exists(f"/proc/{pid}") and not list(tmp_path.glob("bench.*"))
 
 
 @pytest.mark.parametrize("argv,says", [
@@ -158,7 +153,7 @@ def test_an_interrupted_bench_takes_its_run_along(tmp_path):
 def test_wrong_settings_are_refused_before_anything_is_started(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["bench.py", *TINY, *argv])
+    monkeypatch.setattr(sys, "argv", ["bench.py", *TINY, "--data_dir=none", *argv])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(Refused, match=says) as refused:

@@ -1,17 +1,15 @@
 """sample.py: one tiny model that has learnt one text by heart, asked in every way a user would."""
-import base64
-import hashlib
 import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import finish, start, write_data
 
 import prepare
 import sample
@@ -19,39 +17,20 @@ import train
 from config import Refused
 from model import Shape, Transformer, sha256_of
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXT = "# 水在自然界中循环。\nfor row in table:\n    print(row, end='')\n"
-EOT, VOCAB, T = 256, 300, 32  # 256 bytes, end-of-text, and 43 ids that no text has
+VOCAB, EOT, T = 300, 299, 32  # 256 bytes, 43 ids that no text has, end-of-text
 SETTINGS = train.Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_hidden=128, block_size=T)
 
 
 def save_run(folder, model, settings=SETTINGS):
-    """An out_dir as train.py leaves it, with a byte tokenizer."""
+    """An out_dir as train.py leaves it, with a byte tokenizer; more than sample.py needs lies there."""
+    write_data(folder, [TEXT] * 20, VOCAB)
     os.makedirs(f"{folder}/ckpt", exist_ok=True)
-    ranks = b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
-    with open(f"{folder}/tokenizer.tiktoken", "wb") as f:
-        f.write(ranks)
-    source = dict(offset=0, tokens=1000, documents=10, bytes=1000)
-    meta = dict(schema=1, vocab_size=VOCAB, dtype="uint16", eot_id=EOT, splits=dict(train=dict(mine=source, zh=source)),
-                recipe=dict(sources=[dict(name="mine", kind="code"), dict(name="zh", kind="prose")]),
-                tokenizer=dict(pattern=prepare.PATTERN, special_tokens={"<|endoftext|>": EOT},
-                               sha256=hashlib.sha256(ranks).hexdigest()))
-    with open(f"{folder}/meta.json", "w") as f:
-        json.dump(meta, f)
     path = f"{folder}/ckpt/step_00000001.pt"
     torch.save(dict(model=model.state_dict(), settings=asdict(settings), vocab_size=VOCAB, eot_id=EOT, step=1), path)
     with open(f"{folder}/ckpt/step_00000001.json", "w") as f:
         json.dump(dict(bytes=os.path.getsize(path), sha256=sha256_of(path), step=1), f)
     return str(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small are slower on two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +80,10 @@ def call(monkeypatch, capsys, *argv):
 
 
 def test_a_fresh_process_continues_a_memorised_text_to_its_end_with_json_lines_only(out_dir):
-    done = subprocess.run([sys.executable, "sample.py", f"--out_dir={out_dir}", "--prompt=# 水在", "--prompt=for row",
-                           "--temperature=0", "--json=True"], cwd=ROOT, capture_output=True, check=False,
-                          env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr.decode()
-    lines = [json.loads(line) for line in done.stdout.decode("utf-8").splitlines()]
+    code, out, err = finish(start("sample.py", f"--out_dir={out_dir}", "--prompt=# 水在", "--prompt=for row",
+                                  "--temperature=0", "--json=True", env=dict(LC_ALL="C", PYTHONUTF8="0")))
+    assert code == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [line["prompt"] + line["completion"] for line in lines] == [TEXT, TEXT[TEXT.index("for"):]]
     for line in lines:
         assert line["stopped_by"] == "end_of_text" and line["tokens"] == [*line["completion"].encode(), EOT]
@@ -257,19 +235,22 @@ def test_prompts_come_from_files_too(out_dir, tmp_path, monkeypatch, capsys):
     assert [line["prompt"] for line in lines] == ["first", "水\nb\n", "x=1", "水"]
 
 
-def test_without_a_prompt_it_continues_fixed_ones_of_every_source(out_dir, monkeypatch, capsys):
+def test_without_a_prompt_it_continues_fixed_ones_of_every_source(out_dir, tmp_path, monkeypatch, capsys):
     lines, _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--max_new_tokens=2")
-    assert [line["prompt"] for line in lines] == [*sample.FIXED_PROMPTS["code"], *sample.FIXED_PROMPTS["zh"]]
+    assert [line["prompt"] for line in lines] == [*sample.FIXED_PROMPTS["code"], *sample.FIXED_PROMPTS["prose"]]
+    meta = dict(splits=dict(train=dict(zh=1, mine=1, wiki=1)), recipe=dict(sources=[dict(name="mine", kind="code")]))
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    expected = [text for name in ("zh", "code", "") for text in sample.FIXED_PROMPTS[name]]
+    assert sample.fixed_prompts(tmp_path) == expected
 
 
 def test_a_weight_with_nan_is_one_line_and_exit_code_2(tmp_path):
     broken = random_model()
     with torch.no_grad():
         broken.layers[1].wk.weight[0, 0] = float("nan")
-    done = subprocess.run([sys.executable, "sample.py", f"--out_dir={save_run(tmp_path, broken)}"], cwd=ROOT,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    [line] = done.stderr.splitlines()
+    code, out, err = finish(start("sample.py", f"--out_dir={save_run(tmp_path, broken)}"))
+    assert code == 2 and out == ""
+    [line] = err.splitlines()
     assert "layers.1.wk.weight" in line and "NaN" in line
 
 
