@@ -56,6 +56,7 @@ SAMPLE_BYTES = 64 << 20  # a source's part in the tokenizer sample; training tak
 PIECE_CHARS = 200_000  # encoded at once; tiktoken's regex engine overflows its stack on 1M white-space characters
 MIN_CHARS = 10  # shorter documents are dropped
 HUB_TOKENS = 10_010_000_000  # 9,536 steps of 1,048,576 tokens, and a reserve for what is dropped at the join
+PROBE_S = 5  # the Hub has this long to answer
 EOT = "<|endoftext|>"
 # The public cl100k split pattern: words, numbers of up to three digits, runs of marks, white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
@@ -284,17 +285,17 @@ def hub_problem():
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
     from huggingface_hub.constants import ENDPOINT
-    problems = [f"{ENDPOINT} did not answer within 5 s"]
+    problems = [f"{ENDPOINT} did not answer within {PROBE_S} s"]
 
     def ask():
         try:
-            urllib.request.urlopen(f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}", timeout=5).close()
+            urllib.request.urlopen(f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}", timeout=PROBE_S).close()
             problems.append("")
         except OSError as error:  # 401, 404, ... are answers too: reading the first row says what is wrong
             problems.append("" if getattr(error, "code", 500) < 500 else f"{ENDPOINT}: {error}")
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(PROBE_S)
     return problems[-1]
 
 

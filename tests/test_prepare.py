@@ -380,15 +380,15 @@ def test_another_order_holds_the_same_documents_out_and_another_worker_count_giv
 def test_a_duplicate_is_dropped_and_nothing_crosses_splits_between_sources(tmp_path):
     texts = prose(150, 5)
     held = next(t for t in texts if 0.03 < place(t) < 0.09)  # in val of the small source, in train of the large one
-    write_jsonl(f"{tmp_path}/small.jsonl", [*texts, texts[7] + "  \n ", texts[7]])
+    write_jsonl(f"{tmp_path}/small.jsonl", [*texts[:21], *texts[20:], texts[7] + "  \n ", texts[7]])
     write_jsonl(f"{tmp_path}/large/a.jsonl", [*prose(400, 6), held])
     with open(f"{tmp_path}/large/zeros.txt", "wb") as file:
         file.truncate(20_000_000)  # 5M tokens by its size, so 2% are held out; empty once cleaned
     sources = [dict(name="small", path=f"{tmp_path}/small.jsonl"), dict(name="large", path=f"{tmp_path}/large")]
-    run(recipe(tmp_path, sources=sources), patch=SMALL)  # so that the copies are in different shards
+    run(recipe(tmp_path, sources=sources), patch=SMALL)  # copies in different shards, and in one
     found, dropped = everything(f"{tmp_path}/data"), meta_of(f"{tmp_path}/data")["dropped"]
     assert found == Counter([*texts, *prose(400, 6)])
-    assert dropped["small"] == dict(duplicate=2) and dropped["large"] == dict(empty=1, held_out_elsewhere=1)
+    assert dropped["small"] == dict(duplicate=3) and dropped["large"] == dict(empty=1, held_out_elsewhere=1)
     assert held in documents_of(f"{tmp_path}/data", "val")["small"]
 
 
@@ -435,6 +435,13 @@ def test_a_vocabulary_the_corpus_cannot_give_is_refused_and_the_number_named_wor
     most = int(out.split("--vocab_size=")[1].split()[0])
     run(recipe(tmp_path, sources=sources, vocab_size=most, data_dir=f"{tmp_path}/most"))
     assert meta_of(f"{tmp_path}/most")["vocab_size"] == most and len(ranks_of(f"{tmp_path}/most")) == most - 1
+
+
+def test_the_tokenizer_is_trained_on_train_documents_only(tmp_path):
+    held = [text for text in (f"zqxj {i} " + "zqxj " * 60 for i in range(300)) if not 0.1 <= place(text) < 0.9]
+    write_jsonl(f"{tmp_path}/x.jsonl", [*held, *prose(120, 19)])
+    run(recipe(tmp_path, sources=[dict(name="a", path=f"{tmp_path}/x.jsonl")]))
+    assert len(held) > 30 and not any(b"zq" in piece for piece in ranks_of(f"{tmp_path}/data"))
 
 
 def test_a_hundred_thousand_ids_take_four_bytes_each(tmp_path):
@@ -679,10 +686,19 @@ def test_without_the_hub_a_notice_and_the_embedded_corpus_and_with_it_back_a_ref
     assert not any("import test.support" in text for text in texts)
 
 
+def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(prepare, "PROBE_S", 0.3)
+    monkeypatch.setattr(prepare.urllib.request, "urlopen", lambda *_, **__: time.sleep(30))
+    started = time.time()
+    assert "did not answer within 0.3 s" in prepare.hub_problem() and time.time() - started < 5
+
+
 def test_auto_never_falls_back_over_another_recipe(mixed):
     before = sums(f"{mixed[0]}/data")
-    out = run(f"--data_dir={mixed[0]}/data", code=2)
-    assert "another recipe" in out and sums(f"{mixed[0]}/data") == before
+    assert "another recipe" in run(f"--data_dir={mixed[0]}/data", code=2)
+    assert "the Hub cannot be used" in run(f"--data_dir={mixed[0]}/data", "--overwrite=True", code=2)
+    assert sums(f"{mixed[0]}/data") == before
 
 
 def test_a_hub_source_that_cannot_be_read_is_refused_by_name_before_any_work(tmp_path, hub):
