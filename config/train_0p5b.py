@@ -13,9 +13,9 @@ micro_batch_size = 8
 max_steps = 9536  # 10B tokens
 max_epochs = 1
 
-# Published runs of this size peak between 2e-4 and 5e-4: Pythia-410M at 3e-4, TinyLlama-1.1B and OLMo-1B at 4e-4.
-# Between them in size, with a batch of 1M tokens, 4e-4 is inside that practice. 1,000 steps of warm-up are the lower end
-# of the usual 1,000 to 2,000 and a tenth of this short run.
+# Published runs between 100M and 1B peak at 2e-4 to 5e-4: Pythia-410M at 3e-4, TinyLlama-1.1B and OLMo-1B at 4e-4.
+# With a batch of 1M tokens 4e-4 is inside that practice. 1,000 steps of warm-up are the lower end of the usual 1,000
+# to 2,000, and a tenth of this short run.
 learning_rate = 4e-4
 min_lr = 4e-5
 warmup_steps = 1000
