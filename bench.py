@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -105,30 +104,28 @@ def spread(steps, key):
     return tuple(float(q) for q in np.quantile([row[key] for row in steps], (0.5, 0.25, 0.75)))
 
 
-def matrix_product_tflops(device, dtype, seconds=3.0):
+def matrix_product_tflops(device, dtype, seconds):
     """Median rate in TFLOP/s of a square product in `dtype` on `device` ("cuda" or "cpu"); the first doesn't count."""
     torch.set_float32_matmul_precision("high")  # as train.py
     n = MATRIX[device]
     a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in range(2))
     times, end = [], time.perf_counter() + seconds
-    while len(times) < 4 or time.perf_counter() < end:
+    while len(times) < 3 or time.perf_counter() < end:
         began = time.perf_counter()
         (a @ b)[0, 0].item()  # waits for the device
         times.append(time.perf_counter() - began)
     return 2 * n**3 / float(np.median(times[1:])) / 1e12
 
 
-def peak_memory(rows, device):
-    """(bytes, what they are), as train.py's log says; (None, why) when it does not."""
+def peak_memory(rows):
+    """What train.py's log says last of its peak memory, in words."""
     for row in reversed(rows):
         if row.get("peak_memory_bytes"):
-            return row["peak_memory_bytes"], row["peak_memory_source"]
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, "ru_maxrss of the largest process"
-    return None, "train.py ended before it could say"
+            return f"{row['peak_memory_bytes'] / 2**30:.2f} GiB ({row['peak_memory_source']})"
+    return "not measured: train.py was ended before it could say"
 
 
-def report(rows, run, vocab_size, cuda, matrix_tflops, memory):
+def report(rows, run, vocab_size, cuda, matrix_tflops):
     """The lines a person reads, from train.py's own record and the rate of the matrix product."""
     settings, world, steps = run["settings"], run["device_count"], measured(rows)
     start = next(row for row in rows if row["event"] == "run_start")
@@ -143,7 +140,6 @@ def report(rows, run, vocab_size, cuda, matrix_tflops, memory):
                f"of {world} x {peak:g} TFLOP/s")
     at_once = world if cuda else 1  # processes on one CPU share what the product had alone
     shares = [r / (at_once * matrix_tflops) for r in reached]
-    n_bytes, source = memory
     return [
         f"device          {world} x {run['device']}, {settings['dtype']}, {start['compiled']}",
         f"model           {run['n_params']:,} parameters, context {settings['block_size']}, vocabulary {vocab_size:,}",
@@ -154,7 +150,7 @@ def report(rows, run, vocab_size, cuda, matrix_tflops, memory):
         f"step            {step_ms:,.1f} ms  ({steps_ms[0]:,.1f} to {steps_ms[1]:,.1f})",
         f"data wait       {data_ms:.2f} ms, {data_ms / step_ms:.2%} of a step",
         f"first pass      {start['first_pass_s']:.1f} s, compile included, not in the figures above",
-        f"peak memory     {f'{n_bytes / 2**30:.2f} GiB' if n_bytes else 'not measured'} ({source})",
+        f"peak memory     {peak_memory(rows)}",
         f"matrix product  {matrix_tflops:.4g} TFLOP/s (side {MATRIX['cuda' if cuda else 'cpu']}, {settings['dtype']}, "
         f"one device); the run reaches {shares[0]:.1%} of it (6N), {shares[1]:.1%} (attention included)",
         f"MFU             {mfu}",
@@ -206,9 +202,8 @@ def main():
         print(f"running         train.py on {world} device(s) for {c.seconds:g} s of steps, after start and compile",
               flush=True)
         rows, run = run_train(command, c.out_dir, c.seconds)
-    memory = peak_memory(rows, "cuda" if cuda else "cpu")
-    tflops = matrix_product_tflops("cuda" if cuda else "cpu", run["settings"]["dtype"])
-    print("\n".join(report(rows, run, vocab_size, cuda, tflops, memory)))
+    tflops = matrix_product_tflops("cuda" if cuda else "cpu", run["settings"]["dtype"], min(3.0, c.seconds))
+    print("\n".join(report(rows, run, vocab_size, cuda, tflops)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from config import Refused, load  # before torch: a missing package then ends in one line
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside a training on two cores: 126 tokens/s instead of 16
+
 import numpy as np
 import torch
 import torch.nn.functional as F
