@@ -40,18 +40,18 @@ class Config:
 
 
 BATCH_ROWS = 8  # continuations computed together under --json; on the screen they come one by one
-FIXED_PROMPTS = {
-    "code": ("import os\nimport sys\n\n\ndef ",
+FIXED_PROMPTS = {  # none ends in a space: to these tokenizers a word's space is part of the word
+    "code": ("import os\nimport sys\n\n\ndef",
              "class Stack:\n    \"\"\"A last-in, first-out list.\"\"\"\n\n    def __init__(self",
              "def count_words(path):\n    with open(path) as f:\n        for line in f:\n",
              "    try:\n        value = int(text)\n    except ValueError:\n"),
-    "prose": ("The \"for\" statement is used to ", "A function is called with ", "The value of the expression ",
-              "If an exception is raised "),
-    "zh": ("人类最早的文字出现在", "水在自然界中的循环是指", "学习一门新的语言,最重要的是", "春天来了,"),
-    "stories": ("Once upon a time, there was a little ", "Tom and his sister went to the park. ",
-                "One day, a small bird ", "\"Can I help you?\" asked "),
-    "": ("The history of the city begins ", "Water boils when ", "In order to learn a new language, ",
-         "Scientists have found that "),  # English, for a source of any other name
+    "prose": ("The \"for\" statement is used to", "A function is called with", "The value of the expression",
+              "If an exception is raised"),
+    "zh": ("人类最早的文字出现在", "水在自然界中的循环是指", "学习一门新的语言，最重要的是", "春天来了，"),
+    "stories": ("Once upon a time, there was a little", "Tom and his sister went to the park.",
+                "One day, a small bird", "\"Can I help you?\" asked"),
+    "": ("The history of the city begins", "Water boils when", "In order to learn a new language,",
+         "Scientists have found that"),  # English, for a source of any other name
 }
 CONTROLS = {i: 0xFFFD for i in (*range(9), *range(11, 32), *range(127, 160))}  # they would steer the terminal
 
