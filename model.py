@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # a target of this value is no target: it adds nothing to the loss and is not counted
-EMBEDDING_STD = 0.01  # the tied head's logits then start with a variance of n_embd * 1e-4: the loss starts near ln V
 
 
 @dataclass(frozen=True)
@@ -152,12 +151,19 @@ class Transformer(nn.Module):
         return self
 
     def init_weights(self):
-        """N(0, 0.02); what writes to the residual stream smaller by sqrt(2 n_layer) (GPT-2); embeddings N(0, 0.01)."""
+        """Normal weights: N(0, 0.02 / sqrt(2 n_layer)) for what writes to the residual stream (GPT-2), 0.8 / sqrt(n_embd)
+        for what reads it (0.02 at 1536), 0.5 / sqrt(n_embd) for embeddings.
+
+        The head's logits then start with a variance of 1/4 at any width, and the loss at ln V + 1/8. On the demo's data
+        and width 192 a tied embedding of 0.01 learned far slower (2.47 bits per byte after 200 steps against 2.03).
+        """
+        s = self.shape
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                is_output = name.endswith(("wo.weight", "w_down.weight"))
-                std = 0.02 / math.sqrt(2 * self.shape.n_layer) if is_output else 0.02
-                nn.init.normal_(p, std=EMBEDDING_STD if name in ("tok_emb.weight", "lm_head.weight") else std)
+                kind = name.split(".")[-2]
+                std = (0.5 / math.sqrt(s.n_embd) if kind in ("tok_emb", "lm_head") else
+                       0.02 / math.sqrt(2 * s.n_layer) if kind in ("wo", "w_down") else 0.8 / math.sqrt(s.n_embd))
+                nn.init.normal_(p, std=std)
 
     @property
     def head_weight(self):

@@ -48,8 +48,8 @@ class Config:
     n_layer: int = 4  # layers
     n_head: int = 4  # attention heads
     n_kv_head: int = 2  # key and value heads, each shared by n_head / n_kv_head query heads
-    n_embd: int = 256  # width
-    ffn_hidden: int = 704  # hidden units of the feed-forward
+    n_embd: int = 192  # width
+    ffn_hidden: int = 512  # hidden units of the feed-forward
     block_size: int = 256  # context, in tokens
     rope_theta: float = 10000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
@@ -57,15 +57,15 @@ class Config:
     tie_embeddings: bool = True  # the head uses the embedding's matrix
     doc_mask: bool = False  # attention stays inside a document
     # a step
-    global_batch_tokens: int = 4096  # tokens of one update over all ranks; accumulation is derived
-    micro_batch_size: int = 16  # windows in one forward and backward of one rank
-    max_steps: int = 1000  # updates
+    global_batch_tokens: int = 1024  # tokens of one update over all ranks; accumulation is derived
+    micro_batch_size: int = 4  # windows in one forward and backward of one rank
+    max_steps: int = 640  # updates
     max_epochs: int = 0  # refuse a run that reads the data more often than this; 0: no limit
     # optimizer
     optimizer: str = "adamw"  # adamw
     learning_rate: float = 3e-3  # peak
-    min_lr: float = 3e-4  # at the last step
-    warmup_steps: int = 100  # linear from 0 to the peak
+    min_lr: float = 1e-4  # at the last step
+    warmup_steps: int = 20  # linear from 0 to the peak
     lr_schedule: str = "cosine"  # cosine; or wsd: stable, then linear to min_lr over the last fifth of the run
     weight_decay: float = 0.1  # on matrices, embeddings included
     beta1: float = 0.9  # AdamW's first moment
@@ -77,7 +77,7 @@ class Config:
     log_interval: int = 10  # a line on screen and in log.jsonl
     eval_interval: int = 200  # validation loss on the first eval_tokens; 0: only at the end
     eval_tokens: int = 1_000_000  # tokens of a periodic evaluation, split evenly over the sources; the last takes all
-    save_interval: int = 500  # full checkpoint; 0: none at all, the end included
+    save_interval: int = 320  # full checkpoint; 0: none at all, the end included
     weights_interval: int = 0  # weights-only file; 0: never
     keep_last: int = 2  # newest full checkpoints that stay on disk
     keep_every: int = 0  # checkpoints at multiples of this many steps are never deleted; 0: none
@@ -300,10 +300,12 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """(bytes, what they are)."""
+    """The high-water mark of this process, and what it is, as log.jsonl has it."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "cuda max_memory_allocated"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process ru_maxrss"
+        return dict(peak_memory_bytes=torch.cuda.max_memory_allocated(device),
+                    peak_memory_source="cuda max_memory_allocated")
+    return dict(peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                peak_memory_source="process ru_maxrss")
 
 
 # ---- randomness
@@ -696,9 +698,9 @@ def save(run, kind):
         run.log.event("alarm", step, kind="save_failed", message=error, action="older checkpoints kept, going on")
         run.log.say(f"WARNING: the save of step {step} failed, older checkpoints are kept: {error}")
         return False
-    stall_ms, (memory, source) = (time.time() - began) * 1000, peak_memory(run.device)
-    run.log.event("save", step, path=path, bytes=written, stall_ms=stall_ms, peak_memory_bytes=memory,
-                  peak_memory_source=source, gpu_hours=run.log.device_hours())
+    stall_ms = (time.time() - began) * 1000
+    run.log.event("save", step, path=path, bytes=written, stall_ms=stall_ms, gpu_hours=run.log.device_hours(),
+                  **peak_memory(run.device))
     run.log.say(f"step {step}: saved {path} ({written / 1e6:.1f} MB, {stall_ms:.0f} ms)" if written else
                 f"step {step}: {path} is there already and verified")
     return True
@@ -748,7 +750,6 @@ def train(c, ranks, stop, log):
     if saved:
         log.event("resume", state["step"], path=start, world_size=ranks.world, changed=changed)
 
-    plain_flops, attention_flops = flops_per_token(n_params, run.shape)
     peak = c.peak_tflops or PEAK_TFLOPS.get(device_name(device), 0)
     interval = dict(steps=0, seconds=0.0, data_s=0.0)  # since the last line; evaluation and saving stay outside
     eval_s, saved_ok = 0.0, True
@@ -806,7 +807,7 @@ def train(c, ranks, stop, log):
         if logged:
             step_s = interval["seconds"] / interval["steps"]
             tokens_per_s = c.global_batch_tokens / step_s
-            mfu = plain_flops * tokens_per_s / (ranks.world * peak * 1e12) if peak else None
+            mfu = flops_per_token(n_params, run.shape)[0] * tokens_per_s / (ranks.world * peak * 1e12) if peak else None
             evals_left = (c.max_steps - 1) // c.eval_interval - step // c.eval_interval + 1 if c.eval_interval else 1
             eta_s = (c.max_steps - step) * step_s + evals_left * eval_s
             log.event("step", step, elapsed_s=log.elapsed_s(), epoch=state["windows"] / batches.n_windows, loss=loss,
@@ -828,7 +829,7 @@ def train(c, ranks, stop, log):
         if stopping:
             signum = max(ranks.gather(stop.signum))
             code = 128 + signum if saved_ok else 1
-            log.event("stop", step, reason=signal.Signals(signum).name, exit_code=code)
+            log.event("stop", step, reason=signal.Signals(signum).name, exit_code=code, **peak_memory(device))
             log.say(f"stopped by {signal.Signals(signum).name} after step {step}; the same command continues")
             return code
         if final:
@@ -836,9 +837,7 @@ def train(c, ranks, stop, log):
         elif c.eval_interval and step % c.eval_interval == 0:
             eval_s = run_evaluation(run, c.eval_tokens)
 
-    memory, source = peak_memory(device)
-    log.event("run_end", step, elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), peak_memory_bytes=memory,
-              peak_memory_source=source, flops_per_token=plain_flops, attention_flops_per_token=attention_flops)
+    log.event("run_end", step, elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), **peak_memory(device))
     return 0 if saved_ok else 1
 
 

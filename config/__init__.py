@@ -74,8 +74,8 @@ def convert(key, kind, value, origin):
 
 
 def helps(config_class):
-    """{key: help text}, read from the comment behind each field."""
-    lines = inspect.getsource(config_class).splitlines()
+    """{key: help text}, read from the comment behind each field, inherited ones included."""
+    lines = [line for c in config_class.__mro__[:-1] for line in inspect.getsource(c).splitlines()]
     return {m[1]: m[2] for line in lines if (m := re.match(r"\s+(\w+): \w+ = .*?#\s*(.*)", line))}
 
 
