@@ -151,8 +151,8 @@ class Transformer(nn.Module):
         return self
 
     def init_weights(self):
-        """Normal weights: N(0, 0.02 / sqrt(2 n_layer)) for what writes to the residual stream (GPT-2), 0.8 / sqrt(n_embd)
-        for what reads it (0.02 at 1536), 0.5 / sqrt(n_embd) for embeddings.
+        """Normal, of standard deviation 0.02 / sqrt(2 n_layer) for what writes to the residual stream (GPT-2),
+        0.8 / sqrt(n_embd) for what reads it (0.02 at 1536), 0.5 / sqrt(n_embd) for embeddings.
 
         The head's logits then start with a variance of 1/4 at any width, and the loss at ln V + 1/8. On the demo's data
         and width 192 a tied embedding of 0.01 learned far slower (2.47 bits per byte after 200 steps against 2.03).
