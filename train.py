@@ -63,7 +63,7 @@ class Config:
     max_epochs: int = 0  # refuse a run that reads the data more often than this; 0: no limit
     # optimizer
     optimizer: str = "adamw"  # adamw
-    learning_rate: float = 3e-3  # peak
+    learning_rate: float = 2e-3  # peak
     min_lr: float = 1e-4  # at the last step
     warmup_steps: int = 20  # linear from 0 to the peak
     lr_schedule: str = "cosine"  # cosine; or wsd: stable, then linear to min_lr over the last fifth of the run
