@@ -621,6 +621,11 @@ def build(c, ranks, stop, log, device, corpus, saved):
     if c.expect_params and c.expect_params != n_params:
         raise Refused(f"expect_params={c.expect_params:,}, but the model has {n_params:,} parameters")
     log.say("\n".join(lines))
+    kept = c.keep_last + 1 + (c.max_steps // c.keep_every if c.keep_every else 0)  # a new one stands beside the old
+    need = n_params * (12 * kept + (4 * (c.keep_last + 1) if c.weights_interval else 0))  # fp32 weight and two moments
+    if c.save_interval and (free := shutil.disk_usage(c.out_dir).free) < need:
+        raise Refused(f"{c.out_dir} has {free / 1e9:.1f} GB free, its checkpoints need {need / 1e9:.1f} GB: make room, "
+                      f"or lower --keep_last or raise --keep_every")
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
@@ -662,17 +667,27 @@ def first_pass(run, x, y):
 
 
 def run_evaluation(run, limit):
-    """Evaluates on val and says so. Returns the seconds it took."""
+    """Evaluates on val and says so. Returns the seconds it took, None when a signal cut it short."""
     began, step = time.time(), run.state["step"]
     result = evaluate(run, "val", limit)
-    if result:
-        total = result.pop("")
-        run.log.event("eval", step, **total, sources=result, seconds=time.time() - began)
-        run.log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
-                    f"{total['val_bpb']:.4f} (" + "; ".join(
-                        f"{name} {r['val_loss']:.4f}, {r['val_ppl']:.2f}, {r['val_bpb']:.4f}"
-                        for name, r in result.items()) + ")")
-    return time.time() - began
+    if result is None:
+        return None
+    seconds, total = time.time() - began, result.pop("")
+    run.log.event("eval", step, **total, sources=result, seconds=seconds)
+    run.log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
+                f"{total['val_bpb']:.4f} (" + "; ".join(
+                    f"{name} {r['val_loss']:.4f}, {r['val_ppl']:.2f}, {r['val_bpb']:.4f}"
+                    for name, r in result.items()) + ")")
+    return seconds
+
+
+def end_by_signal(run, saved_ok):
+    """Says that the run was stopped, on every rank the same. Returns the exit code."""
+    signum, step = max(run.ranks.gather(run.stop.signum)), run.state["step"]
+    code = 128 + signum if saved_ok else 1
+    run.log.event("stop", step, reason=signal.Signals(signum).name, exit_code=code, **peak_memory(run.device))
+    run.log.say(f"stopped by {signal.Signals(signum).name} after step {step}; the same command continues")
+    return code
 
 
 def save(run, kind):
@@ -716,16 +731,18 @@ def train(c, ranks, stop, log):
     start, saved = find_start(c, ranks, log)
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
     changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
-    if saved and saved["step"] >= c.max_steps:
+    ended = [row["step"] for row in read_log(c.out_dir) if row["event"] == "run_end"]
+    if saved and saved["step"] >= c.max_steps and saved["step"] in ended:
         log.say(f"finished: {start} is of step {saved['step']}, max_steps is {c.max_steps}")
         return 0
     run = ranks.together(build, c, ranks, stop, log, device, corpus, saved)
     state, model, ddp, optimizer, scaler = run.state, run.model, run.ddp, run.optimizer, run.scaler
+    del saved  # it maps the file: the space of a checkpoint that is deleted meanwhile would not come back
     batches = ranks.together(Batches, corpus, c, ranks, device, state["windows"])
     x, y, valid = batches.take()
 
     log.open(state["step"])  # whatever could refuse has been asked: the record begins
-    if saved:
+    if start:
         log.say(f"resuming {start}: step {state['step'] + 1} is next" + "".join(
             f"\n  {key}: {then} -> {now}" for key, (then, now) in changed.items()))
     log.say(f"data           {corpus.tokens('train'):,} train tokens, read {batches.epochs:.2f} times in {c.max_steps} "
@@ -739,22 +756,23 @@ def train(c, ranks, stop, log):
             (c.warmup_steps >= c.max_steps, f"warmup_steps={c.warmup_steps}, the whole run: the rate never falls")):
         if holds:
             log.say(f"warning: {warning}")
+    hang_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "a")
+    faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
     initial_loss, first_pass_s = first_pass(run, x[0], y[0])
     n_params = count_parameters(model)
-    log.start_record(c, ranks, device, corpus, n_params, initial_loss, fresh=not saved)
+    log.start_record(c, ranks, device, corpus, n_params, initial_loss, fresh=not start)
     log.event("run_start", state["step"], n_params=n_params, first_pass_s=first_pass_s, compiled=compiled)
     logged_steps = sorted({1, c.max_steps, *range(c.log_interval, c.max_steps, c.log_interval)})
     log.event("plan", state["step"], plan=[[s, learning_rate(s, c)] for s in logged_steps])
     log.say("planned rate   " + ", ".join(f"step {s}: {learning_rate(s, c):.3g}" for s in sorted(
         {1, min(c.max_steps, max(1, c.warmup_steps)), *(max(1, c.max_steps * i // 4) for i in (1, 2, 3, 4))})))
-    if saved:
+    if start:
         log.event("resume", state["step"], path=start, world_size=ranks.world, changed=changed)
 
     peak = c.peak_tflops or PEAK_TFLOPS.get(device_name(device), 0)
     interval = dict(steps=0, seconds=0.0, data_s=0.0)  # since the last line; evaluation and saving stay outside
     eval_s, saved_ok = 0.0, True
     [step_targets] = ranks.sum(valid)
-    hang_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "w")
 
     for step in range(state["step"] + 1, c.max_steps + 1):
         faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=hang_file)
@@ -827,17 +845,13 @@ def train(c, ranks, stop, log):
         elif c.weights_interval and step % c.weights_interval == 0:
             save(run, "weights")
         if stopping:
-            signum = max(ranks.gather(stop.signum))
-            code = 128 + signum if saved_ok else 1
-            log.event("stop", step, reason=signal.Signals(signum).name, exit_code=code, **peak_memory(device))
-            log.say(f"stopped by {signal.Signals(signum).name} after step {step}; the same command continues")
-            return code
-        if final:
-            run_evaluation(run, math.inf)
-        elif c.eval_interval and step % c.eval_interval == 0:
-            eval_s = run_evaluation(run, c.eval_tokens)
+            return end_by_signal(run, saved_ok)
+        if c.eval_interval and step % c.eval_interval == 0 and not final:
+            eval_s = run_evaluation(run, c.eval_tokens) or eval_s
 
-    log.event("run_end", step, elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), **peak_memory(device))
+    if run_evaluation(run, math.inf) is None:
+        return end_by_signal(run, saved_ok)
+    log.event("run_end", state["step"], elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), **peak_memory(device))
     return 0 if saved_ok else 1
 
 
@@ -859,6 +873,9 @@ def main():
         code, status = ended.code, "stopped"
     finally:
         faulthandler.cancel_dump_traceback_later()
+        hang = os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt")
+        if os.path.exists(hang) and os.path.getsize(hang) == 0:
+            os.unlink(hang)
         log.close(status, code)
     if dist.is_initialized():
         dist.destroy_process_group()

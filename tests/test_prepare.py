@@ -2,6 +2,7 @@
 import base64
 import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -689,7 +690,7 @@ def test_without_the_hub_a_notice_and_the_embedded_corpus_and_with_it_back_a_ref
 def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(prepare, "PROBE_S", 0.3)
-    monkeypatch.setattr(prepare.urllib.request, "urlopen", lambda *_, **__: time.sleep(30))
+    monkeypatch.setattr(prepare.urllib.request, "urlopen", lambda *_, **__: (time.sleep(30), io.BytesIO())[1])
     started = time.time()
     assert "did not answer within 0.3 s" in prepare.hub_problem() and time.time() - started < 5
 

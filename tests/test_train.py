@@ -1,4 +1,5 @@
 """The loop: which tokens, which rate, what is logged; stopping, saving and going on as if nothing had happened."""
+import collections
 import json
 import math
 import os
@@ -156,7 +157,7 @@ def test_loss_falls_and_the_last_save_is_labelled_with_the_steps_made(data_dir, 
     assert column(tmp_path, "step") == [1, 2, 3, 4, 5, 6, 7] and losses[-1] < losses[0] - 1
     record = json.load(open(tmp_path / "run.json"))
     assert (record["status"], record["exit_code"], record["steps"], record["updates"]) == ("finished", 0, 7, 7)
-    assert abs(record["initial_loss"] - math.log(257)) < 0.1 and record["n_params"] == 26816
+    assert abs(record["initial_loss"] - math.log(257) - 1 / 8) < 0.1 and record["n_params"] == 26816
 
 
 def test_a_nan_weight_stops_with_code_3_before_any_update_or_save(data_dir, tmp_path, monkeypatch):
@@ -268,6 +269,17 @@ def test_a_signal_before_the_first_update_ends_at_once_and_saves_nothing(data_di
     assert train_here(data_dir, tmp_path, "--max_steps=2") == 0
 
 
+def test_a_final_evaluation_cut_short_is_made_up_for(data_dir, straight, tmp_path, monkeypatch, capsys):
+    real = script.evaluate
+    monkeypatch.setattr(script, "evaluate", lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1])
+    assert train_here(data_dir, tmp_path, "--dropout=0.1") == 143 and not rows(tmp_path, "eval")
+    monkeypatch.setattr(script, "evaluate", real)
+    assert train_here(data_dir, tmp_path, "--dropout=0.1") == 0
+    assert column(tmp_path, "val_loss", "eval") == column(straight, "val_loss", "eval")
+    assert train_here(data_dir, tmp_path, "--dropout=0.1") == 0 and "finished" in capsys.readouterr().out
+    assert len(rows(tmp_path, "eval")) == 1
+
+
 @pytest.mark.parametrize("forget", ["rng", "optimizer", "windows"])
 def test_a_resume_that_forgets_something_would_be_noticed(data_dir, straight, tmp_path, monkeypatch, forget):
     stop_after(monkeypatch, 4)
@@ -371,6 +383,14 @@ def test_old_checkpoints_go_and_multiples_of_keep_every_stay(data_dir, tmp_path)
     assert train_here(data_dir, tmp_path, "--save_interval=1", "--keep_last=2", "--keep_every=3") == 0
     steps = sorted(int(name[5:13]) for name in os.listdir(tmp_path / "ckpt") if name.endswith(".pt"))
     assert steps == [3, 6, 7, 8]
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training(data_dir, tmp_path, monkeypatch):
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage(0, 0, 26816 * 12 * 3 - 1))
+    with pytest.raises(Refused, match="checkpoints need"):
+        train_here(data_dir, tmp_path)
+    assert train_here(data_dir, tmp_path, "--keep_last=1") == 0
 
 
 def test_a_failed_save_is_said_and_the_run_goes_on_with_the_older_one(data_dir, tmp_path, monkeypatch, capsys):
