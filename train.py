@@ -494,7 +494,8 @@ class Log:
 
     def say(self, text):
         if self.on:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # a terminal that went away must not end the run
+                print(text, flush=True)
             if self.screen:
                 print(text, file=self.screen, flush=True)
             else:

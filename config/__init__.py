@@ -27,6 +27,9 @@ def _end_in_one_line(kind, error, trace):
         message = f"the package '{error.name}' is not installed: run `make setup`, then `source .venv/bin/activate`"
     elif issubclass(kind, Refused):
         message = str(error)
+    elif issubclass(kind, BrokenPipeError):  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     else:
         return sys.__excepthook__(kind, error, trace)
     if os.environ.get("RANK", "0") == "0":

@@ -410,6 +410,48 @@ def test_a_failed_save_is_said_and_the_run_goes_on_with_the_older_one(data_dir, 
     assert not [name for name in os.listdir(tmp_path / "b" / "ckpt") if name.endswith(".tmp")]
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler for errors may run on it."""
+
+
+def test_a_save_cut_off_at_any_operation_leaves_the_older_or_the_newer_checkpoint_loadable(tmp_path, monkeypatch):
+    c, real_save = settings("--keep_last=1"), torch.save
+    before, cut = [0], [0]
+
+    def count(real):
+        def operation(*args, **options):
+            before[0] += 1
+            if before[0] == cut[0]:
+                raise Killed
+            return real(*args, **options)
+        return operation
+
+    def half(content, file):
+        real_save(content, file)
+        if before[0] + 1 == cut[0]:
+            file.truncate(file.tell() // 2)
+        count(lambda: None)()
+    for name in ("fsync", "rename", "replace", "unlink"):
+        monkeypatch.setattr(os, name, count(getattr(os, name)))
+    monkeypatch.setattr(torch, "save", half)
+    seen, at = [], 0
+    while not seen or seen[-1] != "whole":
+        at += 1
+        out, before[0], cut[0] = str(tmp_path / str(at)), 0, 0
+        for step in (1, 2):
+            before[0], cut[0] = 0, at if step == 2 else 0
+            content = dict(model={"w": torch.full((1000,), float(step))}, step=step)
+            try:
+                script.write_checkpoint(f"{out}/ckpt/step_{step:08d}.pt", content, step)
+                script.delete_old(out, c)
+                seen += ["whole"] if step == 2 else []
+            except Killed:
+                seen.append("cut")
+        step, path = newest_verified(out)
+        assert torch.equal(torch.load(path)["model"]["w"], torch.full((1000,), float(step)))
+    assert len(seen) >= 10 and step == 2 and script.saved_steps(out) == [(2, path)]
+
+
 # ---- processes
 
 def test_sigterm_under_torchrun_saves_the_step_on_all_ranks(data_dir, tmp_path):
