@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import random
+import re
 import resource
 import shutil
 import signal
@@ -95,9 +96,9 @@ class Config:
     allow_change: str = ""  # comma-separated keys that may differ from the checkpoint's on resume
 
 
-SHAPE_KEYS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "block_size", "rope_theta", "norm_eps",
-              "tie_embeddings", "doc_mask")
-FIXED_KEYS = SHAPE_KEYS + ("optimizer", "dtype", "seed", "global_batch_tokens")  # refused on resume when changed
+TENSOR_KEYS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "tie_embeddings", "optimizer")
+CHANGEABLE = ("block_size", "rope_theta", "norm_eps", "doc_mask", "dtype", "seed", "global_batch_tokens", "data")
+FIXED_KEYS = TENSOR_KEYS + CHANGEABLE  # refused on resume when changed; the second kind unless allow_change names it
 WSD_DECAY = 0.2  # share of the run over which wsd decays (MiniCPM found 10% or more enough)
 MAX_FP16_SKIPS = 20  # updates in a row that the fp16 scaler may skip before it is an alarm
 
@@ -113,13 +114,22 @@ def check(c):
         if getattr(c, key) < 1:
             raise Refused(f"{key}={getattr(c, key)} must be at least 1")
     for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip", "eval_interval", "max_epochs",
-                "save_interval", "weights_interval", "keep_every", "expect_params", "peak_tflops", "seed"):
+                "save_interval", "weights_interval", "keep_every", "expect_params", "peak_tflops"):
         if getattr(c, key) < 0:
             raise Refused(f"{key}={getattr(c, key)} must not be negative")
+    for key, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("label_smoothing", 0, 1), ("seed", 0, 2**32),
+                           ("global_batch_tokens", 1, 2**40)):
+        if not low <= getattr(c, key) < high:
+            raise Refused(f"{key}={getattr(c, key)} must be at least {low} and under {high}")
+    for key in ("rope_theta", "norm_eps", "adam_eps"):
+        if getattr(c, key) <= 0:
+            raise Refused(f"{key}={getattr(c, key)} must be above 0")
+    if not c.out_dir or os.path.realpath(c.out_dir) == os.path.realpath(c.data_dir):
+        raise Refused(f"out_dir={c.out_dir!r} must name a folder of its own")
     if c.min_lr > c.learning_rate:
         raise Refused(f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}")
-    if unknown := set(filter(None, c.allow_change.split(","))) - set(FIXED_KEYS) - {"data"}:
-        raise Refused(f"allow_change names {', '.join(unknown)}; it takes: {', '.join(FIXED_KEYS)}, data")
+    if unknown := set(filter(None, c.allow_change.split(","))) - set(CHANGEABLE):
+        raise Refused(f"allow_change names {', '.join(unknown)}; it takes: {', '.join(CHANGEABLE)}")
 
 
 def learning_rate(step, c):
@@ -143,6 +153,12 @@ def epoch_order(seed, epoch, n_windows, block_size):
     return int(rng.randint(block_size)), rng.permutation(n_windows)
 
 
+def order_crc(c, corpus, windows):
+    """crc32 of the order of the epoch that window lies in: whether another numpy would still deal the same windows."""
+    n_windows = (corpus.tokens("train") - c.block_size) // c.block_size
+    return zlib.crc32(epoch_order(c.seed, windows // n_windows, n_windows, c.block_size)[1].astype("<i8").tobytes())
+
+
 def window_offsets(first, count, n_windows, block_size, seed):
     """Token offsets (count,) of the windows [first, first + count) of the endless sequence of epochs."""
     offsets = np.empty(count, dtype=np.int64)
@@ -163,6 +179,8 @@ class Batches:
         if self.n_windows < 1:
             raise Refused(f"{c.data_dir}: {corpus.tokens('train')} train tokens are less than one window and its "
                           f"offset, {2 * c.block_size}: take a smaller --block_size or more documents")
+        if not corpus.tokens("val"):
+            raise Refused(f"{c.data_dir}: val.bin is empty, no loss could be trusted: prepare more documents")
         self.epochs = c.max_steps * self.per_step / self.n_windows  # of the whole run
         if c.max_epochs and self.epochs > c.max_epochs:
             raise Refused(f"{c.max_steps} steps read the data {self.epochs:.2f} times, more than "
@@ -399,10 +417,13 @@ def write_checkpoint(path, content, step):
     return said["bytes"]
 
 
-def delete_old(out_dir, c):
-    """Keeps the newest keep_last full checkpoints, every keep_every-th, and the newest keep_last weights-only files."""
+def delete_old(out_dir, c, newest):
+    """Of each kind keeps the last keep_last up to step `newest`, the one just verified, and every keep_every-th.
+
+    Files of later steps were passed over as bad at the start: they neither count nor go.
+    """
     for kind in ("step", "weights"):
-        for step, path in saved_steps(out_dir, (kind,))[c.keep_last:]:
+        for step, path in [found for found in saved_steps(out_dir, (kind,)) if found[0] <= newest][c.keep_last:]:
             if not (c.keep_every and step % c.keep_every == 0):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path[:-len(".pt")] + ".json")
@@ -419,7 +440,8 @@ def restore(saved, model, optimizer, scaler, ranks, device, seed):
     for name, p in model.named_parameters():
         if name in saved["optimizer"]:
             optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in saved["optimizer"][name].items()}
-    scaler.load_state_dict(saved["scaler"])
+    if saved["scaler"]:  # empty unless it was an fp16 run
+        scaler.load_state_dict(saved["scaler"])
     if ranks.rank < len(saved["rng"]):
         set_rng_state(saved["rng"][ranks.rank], device)
     else:
@@ -432,11 +454,11 @@ def changes_since(saved, c, fingerprint):
     then = saved["settings"] | dict(data=saved["data_fingerprint"])
     changed = {key: [then.get(key), value] for key, value in now.items() if then.get(key) != value}
     allowed = c.allow_change.split(",")
-    refused = [f"{key}: {changed[key][0]} -> {changed[key][1]}" for key in FIXED_KEYS + ("data",)
+    refused = [f"{key}: {changed[key][0]} -> {changed[key][1]}" for key in FIXED_KEYS
                if key in changed and key not in allowed]
     if refused:
         raise Refused(f"{c.out_dir} was begun with other settings: {'; '.join(refused)}. Use another --out_dir, or "
-                      f"name what may change in --allow_change=")
+                      f"name what may change ({', '.join(CHANGEABLE)}) in --allow_change=")
     return {key: value for key, value in changed.items() if key not in ("out_dir", "data_dir", "allow_change")}
 
 
@@ -454,11 +476,11 @@ def without_nan(value):
 def read_log(out_dir):
     """The lines of log.jsonl; a half-written last one is left out."""
     rows = []
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
+    with contextlib.suppress(OSError), open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
         for line in f:
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-    return rows
+    return [row for row in rows if isinstance(row, dict)]
 
 
 class Log:
@@ -466,7 +488,9 @@ class Log:
 
     def __init__(self, c, ranks, started):
         self.out_dir, self.on, self.world, self.started = c.out_dir, ranks.rank == 0, ranks.world, started
-        self.elapsed_before = max((row.get("elapsed_s") or 0.0 for row in read_log(c.out_dir)), default=0.0)
+        rows = read_log(c.out_dir)  # time and device-hours go on from where an earlier process was last heard of
+        self.elapsed_before = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
+        self.hours_before = max((row.get("gpu_hours") or 0.0 for row in rows), default=0.0)
         self.screen, self.lines, self.lock, self.run, self.early = None, None, None, {}, []
 
     def open(self, resumed_step):
@@ -490,7 +514,7 @@ class Log:
         return self.elapsed_before + time.time() - self.started
 
     def device_hours(self):
-        return self.elapsed_s() * self.world / 3600
+        return self.hours_before + (time.time() - self.started) * self.world / 3600
 
     def say(self, text):
         if self.on:
@@ -503,15 +527,16 @@ class Log:
 
     def event(self, name, step, **values):
         if self.lines:
-            row = dict(event=name, time=time.time(), step=step, **values)
+            row = dict(event=name, time=time.time(), step=step, elapsed_s=self.elapsed_s(),
+                       gpu_hours=self.device_hours(), **values)
             self.lines.write(json.dumps(without_nan(row)) + "\n")
             self.lines.flush()
 
     def start_record(self, c, ranks, device, corpus, n_params, initial_loss, fresh):
         """The run's entry in run.json; a resumed run keeps its id, start and initial loss."""
         path = os.path.join(self.out_dir, "run.json")
-        if not fresh and self.on and os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
+        if not fresh and self.on:
+            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as f:
                 self.run = json.load(f)
         kept = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=initial_loss, test_scorings=0)
         self.run = kept | self.run
@@ -575,12 +600,15 @@ def duration(seconds):
 
 def open_out_dir(c):
     """Locks out_dir for this process and clears what an interrupted save left. Returns the lock. Raises Refused."""
-    os.makedirs(c.out_dir, exist_ok=True)
-    lock = prepare.lock(c.out_dir)
     ckpt = os.path.join(c.out_dir, "ckpt")
-    for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
-        if name.endswith(".tmp"):
-            os.unlink(os.path.join(ckpt, name))
+    try:
+        os.makedirs(c.out_dir, exist_ok=True)
+        lock = prepare.lock(c.out_dir)
+        for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
+            if re.fullmatch(r"(step|weights)_\d+\.(pt|json)\.tmp", name):
+                os.unlink(os.path.join(ckpt, name))
+    except OSError as error:
+        raise Refused(f"out_dir {c.out_dir} can't be written: {error.strerror}") from None
     if c.init_from == "scratch" and saved_steps(c.out_dir):
         raise Refused(f"init_from=scratch, but {c.out_dir}/ckpt holds checkpoints: take another --out_dir, or "
                       f"init_from=auto to go on")
@@ -624,14 +652,18 @@ def build(c, ranks, stop, log, device, corpus, saved):
     log.say("\n".join(lines))
     kept = c.keep_last + 1 + (c.max_steps // c.keep_every if c.keep_every else 0)  # a new one stands beside the old
     need = n_params * (12 * kept + (4 * (c.keep_last + 1) if c.weights_interval else 0))  # fp32 weight and two moments
-    if c.save_interval and (free := shutil.disk_usage(c.out_dir).free) < need:
-        raise Refused(f"{c.out_dir} has {free / 1e9:.1f} GB free, its checkpoints need {need / 1e9:.1f} GB: make room, "
-                      f"or lower --keep_last or raise --keep_every")
+    free = shutil.disk_usage(c.out_dir).free + sum(os.path.getsize(path) for _, path in saved_steps(c.out_dir))
+    if c.save_interval and free < need:
+        raise Refused(f"{c.out_dir} has room for {free / 1e9:.3g} GB of checkpoints, {need / 1e9:.3g} GB are needed: "
+                      f"make room, or lower --keep_last or raise --keep_every")
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
     if not saved and c.init_from not in ("auto", "scratch"):
-        model.load_state_dict(load_weights(c.init_from)[0])
+        try:
+            model.load_state_dict(load_weights(c.init_from)[0])
+        except RuntimeError:
+            raise Refused(f"init_from={c.init_from} holds weights of another shape than these settings") from None
     if c.compile and (lacking := why_no_compile(device)):
         log.say(f"not compiled: {lacking}")
     elif c.compile:
@@ -645,6 +677,8 @@ def build(c, ranks, stop, log, device, corpus, saved):
     state = dict(step=0, windows=0, tokens=0, targets=0, updates=0, skipped_in_a_row=0)
     if saved:
         state = {key: saved[key] for key in state}
+        if not c.allow_change and saved["order_crc"] != order_crc(c, corpus, state["windows"]):
+            raise Refused("this numpy deals the windows in another order than the run began with: use its version")
         restore(saved, model, optimizer, scaler, ranks, device, c.seed)
     ddp = model if ranks.world == 1 else torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
@@ -687,7 +721,8 @@ def end_by_signal(run, saved_ok):
     signum, step = max(run.ranks.gather(run.stop.signum)), run.state["step"]
     code = 128 + signum if saved_ok else 1
     run.log.event("stop", step, reason=signal.Signals(signum).name, exit_code=code, **peak_memory(run.device))
-    run.log.say(f"stopped by {signal.Signals(signum).name} after step {step}; the same command continues")
+    after = "the same command continues" if run.c.save_interval else "save_interval=0: nothing was saved"
+    run.log.say(f"stopped by {signal.Signals(signum).name} after step {step}; {after}")
     return code
 
 
@@ -698,15 +733,16 @@ def save(run, kind):
     content = dict(model=run.model.state_dict(), settings=asdict(c), vocab_size=run.shape.vocab_size, step=step,
                    eot_id=run.shape.eot_id, data_fingerprint=run.corpus.fingerprint, commit=run.log.run["commit"])
     if kind == "step":
-        content |= run.state | dict(optimizer=moments_by_name(run.model, run.optimizer), rng=run.ranks.gather(
-            rng_state(run.device)), scaler=run.scaler.state_dict())
-    if run.ranks.rank == 0 and (reason := why_bad(path)):
+        content |= run.state | dict(
+            order_crc=order_crc(c, run.corpus, run.state["windows"]), scaler=run.scaler.state_dict(),
+            optimizer=moments_by_name(run.model, run.optimizer), rng=run.ranks.gather(rng_state(run.device)))
+    if run.ranks.rank == 0 and (reason := why_bad(path) or ("always written anew" if kind == "weights" else None)):
         try:
-            if os.path.exists(path):
+            if os.path.exists(path) and kind == "step":
                 run.log.say(f"{path} is replaced, {reason}; the old one is kept as .corrupt")
                 os.rename(path, path + ".corrupt")
             written = write_checkpoint(path, content, step)
-            delete_old(c.out_dir, c)
+            delete_old(c.out_dir, c, step)
         except OSError as failed:
             error = str(failed)
     error = run.ranks.gather(error)[0]
@@ -715,8 +751,7 @@ def save(run, kind):
         run.log.say(f"WARNING: the save of step {step} failed, older checkpoints are kept: {error}")
         return False
     stall_ms = (time.time() - began) * 1000
-    run.log.event("save", step, path=path, bytes=written, stall_ms=stall_ms, gpu_hours=run.log.device_hours(),
-                  **peak_memory(run.device))
+    run.log.event("save", step, path=path, bytes=os.path.getsize(path), stall_ms=stall_ms, **peak_memory(run.device))
     run.log.say(f"step {step}: saved {path} ({written / 1e6:.1f} MB, {stall_ms:.0f} ms)" if written else
                 f"step {step}: {path} is there already and verified")
     return True
@@ -732,8 +767,8 @@ def train(c, ranks, stop, log):
     start, saved = find_start(c, ranks, log)
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
     changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
-    ended = [row["step"] for row in read_log(c.out_dir) if row["event"] == "run_end"]
-    if saved and saved["step"] >= c.max_steps and saved["step"] in ended:
+    last = ([row for row in read_log(c.out_dir) if row.get("event") in ("run_start", "run_end")] or [{}])[-1]
+    if saved and saved["step"] >= c.max_steps and (last.get("event"), last.get("step")) == ("run_end", saved["step"]):
         log.say(f"finished: {start} is of step {saved['step']}, max_steps is {c.max_steps}")
         return 0
     run = ranks.together(build, c, ranks, stop, log, device, corpus, saved)
@@ -774,6 +809,10 @@ def train(c, ranks, stop, log):
     interval = dict(steps=0, seconds=0.0, data_s=0.0)  # since the last line; evaluation and saving stay outside
     eval_s, saved_ok = 0.0, True
     [step_targets] = ranks.sum(valid)
+
+    evaluated = [row["step"] for row in read_log(c.out_dir) if row["event"] == "eval"]
+    if start and c.eval_interval and state["step"] % c.eval_interval == 0 and state["step"] not in evaluated:
+        run_evaluation(run, c.eval_tokens)  # which a stop had cut short
 
     for step in range(state["step"] + 1, c.max_steps + 1):
         faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=hang_file)
@@ -829,10 +868,10 @@ def train(c, ranks, stop, log):
             mfu = flops_per_token(n_params, run.shape)[0] * tokens_per_s / (ranks.world * peak * 1e12) if peak else None
             evals_left = (c.max_steps - 1) // c.eval_interval - step // c.eval_interval + 1 if c.eval_interval else 1
             eta_s = (c.max_steps - step) * step_s + evals_left * eval_s
-            log.event("step", step, elapsed_s=log.elapsed_s(), epoch=state["windows"] / batches.n_windows, loss=loss,
+            log.event("step", step, epoch=state["windows"] / batches.n_windows, loss=loss,
                       lr=rate, grad_norm=grad_norm, tokens_per_s=tokens_per_s, mfu=mfu, step_ms=step_s * 1000,
                       data_ms=interval["data_s"] / interval["steps"] * 1000, tokens=state["tokens"],
-                      targets=state["targets"], batch_crc=int(crc) % 2**32, gpu_hours=log.device_hours(), eta_s=eta_s,
+                      targets=state["targets"], batch_crc=int(crc) % 2**32, eta_s=eta_s,
                       **(dict(loss_scale=scaler.get_scale(), skipped=skipped) if c.dtype == "float16" else {}))
             log.say(f"step {step}/{c.max_steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | "
                     f"{tokens_per_s:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | eta {duration(eta_s)} | "
@@ -843,16 +882,18 @@ def train(c, ranks, stop, log):
         final = step == c.max_steps
         if c.save_interval and (stopping or final or step % c.save_interval == 0):
             saved_ok = save(run, "step")
-        elif c.weights_interval and step % c.weights_interval == 0:
+        if c.weights_interval and step % c.weights_interval == 0:
             save(run, "weights")
         if stopping:
             return end_by_signal(run, saved_ok)
         if c.eval_interval and step % c.eval_interval == 0 and not final:
-            eval_s = run_evaluation(run, c.eval_tokens) or eval_s
+            eval_s = run_evaluation(run, c.eval_tokens)
+            if eval_s is None:
+                return end_by_signal(run, c.save_interval == 0 or save(run, "step"))
 
     if run_evaluation(run, math.inf) is None:
         return end_by_signal(run, saved_ok)
-    log.event("run_end", state["step"], elapsed_s=log.elapsed_s(), gpu_hours=log.device_hours(), **peak_memory(device))
+    log.event("run_end", state["step"], **peak_memory(device))
     return 0 if saved_ok else 1
 
 

@@ -33,7 +33,7 @@ def _end_in_one_line(kind, error, trace):
     else:
         return sys.__excepthook__(kind, error, trace)
     if os.environ.get("RANK", "0") == "0":
-        print(f"{script}: {message}", file=sys.stderr, flush=True)
+        print(f"{script}: {message}", file=sys.__stderr__, flush=True)  # torch.distributed swaps sys.stderr here
     sys.exit(2)
 
 

@@ -95,7 +95,9 @@ def test_a_missing_package_is_one_line_naming_make_setup():
 @pytest.mark.parametrize("words, parts", [
     ("--optimizer=sgd", ["adamw"]), ("--log_interval=0", ["log_interval", "at least 1"]),
     ("--micro_batch_size=0", ["micro_batch_size", "at least 1"]), ("--grad_clip=-1", ["grad_clip"]),
-    ("--min_lr=1", ["min_lr", "learning_rate"]), ("--allow_change=n_embdd", ["n_embdd"]),
+    ("--min_lr=1", ["min_lr", "learning_rate"]), ("--beta2=1", ["beta2"]),
+    ("--seed=4294967296", ["seed"]), ("--adam_eps=0", ["adam_eps"]), ("--out_dir=data", ["out_dir"]),
+    ("--allow_change=n_layer", ["n_layer", "seed"]), ("--allow_change=n_embdd", ["n_embdd"]),
 ])
 def test_train_refuses_settings_that_make_no_sense(words, parts):
     with pytest.raises(Refused) as refused:

@@ -388,9 +388,45 @@ def test_old_checkpoints_go_and_multiples_of_keep_every_stay(data_dir, tmp_path)
 def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training(data_dir, tmp_path, monkeypatch):
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage(0, 0, 26816 * 12 * 3 - 1))
-    with pytest.raises(Refused, match="checkpoints need"):
+    with pytest.raises(Refused, match="room for"):
         train_here(data_dir, tmp_path)
     assert train_here(data_dir, tmp_path, "--keep_last=1") == 0
+
+
+def test_a_damaged_newer_checkpoint_neither_counts_nor_goes_when_old_ones_are_deleted(data_dir, tmp_path):
+    assert train_here(data_dir, tmp_path) == 0
+    with open(tmp_path / "ckpt" / "step_00000008.pt", "ab") as f:
+        f.write(b"x")
+    assert train_here(data_dir, tmp_path, "--save_interval=1", "--keep_last=1", "--max_steps=7") == 0
+    assert newest_verified(tmp_path)[0] == 7
+
+
+def test_weights_are_saved_beside_a_full_checkpoint_and_never_taken_from_an_older_run(data_dir, tmp_path):
+    saved = []
+    for seed in (1, 2):
+        assert train_here(data_dir, tmp_path / str(seed // 9), f"--seed={seed}", "--save_interval=0",
+                          "--weights_interval=4") == 0
+        saved.append(load_weights(str(tmp_path / "0" / "ckpt" / "weights_00000008.pt"))[0]["norm.weight"].clone())
+    assert not torch.equal(*saved)
+    assert train_here(data_dir, tmp_path / "b", "--save_interval=2", "--weights_interval=4") == 0
+    assert [s for s, _ in script.saved_steps(tmp_path / "b", ("weights",))] == [8, 4]
+
+
+def test_a_start_from_weights_begins_at_step_0_and_refuses_another_shape(data_dir, straight, tmp_path):
+    assert train_here(data_dir, tmp_path / "a", f"--init_from={straight}") == 0
+    assert column(tmp_path / "a", "loss")[0] < column(straight, "loss")[0] - 1
+    assert column(tmp_path / "a", "step") == list(range(1, 9))
+    with pytest.raises(Refused, match="another shape"):
+        train_here(data_dir, tmp_path / "b", f"--init_from={straight}", "--n_layer=3")
+
+
+def test_a_periodic_evaluation_cut_short_is_made_up_for(data_dir, tmp_path, monkeypatch):
+    real = script.evaluate
+    monkeypatch.setattr(script, "evaluate", lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1])
+    assert train_here(data_dir, tmp_path, "--eval_interval=3") == 143 and newest_verified(tmp_path)[0] == 3
+    monkeypatch.setattr(script, "evaluate", real)
+    assert train_here(data_dir, tmp_path, "--eval_interval=3") == 0
+    assert column(tmp_path, "step", "eval") == [3, 6, 8]
 
 
 def test_a_failed_save_is_said_and_the_run_goes_on_with_the_older_one(data_dir, tmp_path, monkeypatch, capsys):
@@ -443,7 +479,7 @@ def test_a_save_cut_off_at_any_operation_leaves_the_older_or_the_newer_checkpoin
             content = dict(model={"w": torch.full((1000,), float(step))}, step=step)
             try:
                 script.write_checkpoint(f"{out}/ckpt/step_{step:08d}.pt", content, step)
-                script.delete_old(out, c)
+                script.delete_old(out, c, step)
                 seen += ["whole"] if step == 2 else []
             except Killed:
                 seen.append("cut")
@@ -453,6 +489,11 @@ def test_a_save_cut_off_at_any_operation_leaves_the_older_or_the_newer_checkpoin
 
 
 # ---- processes
+
+def test_a_refusal_on_two_ranks_is_one_line_from_rank_0(data_dir, tmp_path):
+    code, out, err = train(data_dir, tmp_path, "--expect_params=5", nproc=2)
+    assert code != 0 and err.count("train.py: expect_params=5") == 1 and not os.path.exists(tmp_path / "run.json")
+
 
 def test_sigterm_under_torchrun_saves_the_step_on_all_ranks(data_dir, tmp_path):
     process = start("train.py", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}", "--max_steps=100000",
