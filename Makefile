@@ -32,7 +32,7 @@ lint: setup
 	$(PY) -m ruff check .
 
 test: lint
-	$(PY) -m pytest -q --durations=15 -W ignore::DeprecationWarning:torch.jit tests
+	$(PY) -m pytest -q --durations=15 -W ignore::DeprecationWarning:torch.jit._script tests
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache
