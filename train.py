@@ -217,9 +217,10 @@ def check_batch(c, world):
     windows, rest = divmod(c.global_batch_tokens, c.block_size)
     unit = world * c.micro_batch_size
     if rest or windows == 0 or windows % unit:
+        some = range(1, min(windows, 4096) + 1)
         near = sorted({max(1, windows // unit) * unit, (windows // unit + 1) * unit})
-        sizes = [str(n) for n in range(1, windows + 1) if windows and not rest and windows % (world * n) == 0]
-        ranks = [str(n) for n in range(1, windows + 1) if not rest and windows % (n * c.micro_batch_size) == 0]
+        sizes = [str(n) for n in some if windows and not rest and windows % (world * n) == 0]
+        ranks = [str(n) for n in some if not rest and windows % (n * c.micro_batch_size) == 0]
         raise Refused(
             f"global_batch_tokens={c.global_batch_tokens} can't be cut into {world} rank(s) x micro_batch_size "
             f"{c.micro_batch_size} x block_size {c.block_size}; valid: global_batch_tokens="

@@ -114,3 +114,5 @@ def test_a_batch_that_three_devices_cannot_divide_names_values_that_work():
         ";", " ").replace("=", " ").split() if word.isdigit() and int(word) > 100_000]
     assert len(valid) == 2 and all(v % (3 * 8 * 1024) == 0 and abs(v - 524288) < 3 * 8 * 1024 for v in valid)
     train.check_batch(c, 4)
+    with pytest.raises(Refused, match="can't be cut"):  # at once, however large
+        train.check_batch(load(train.Config, ["--global_batch_tokens=1000000000001"]), 3)
