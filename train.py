@@ -535,8 +535,11 @@ class Log:
 
     def start_record(self, c, ranks, device, corpus, n_params, initial_loss, fresh):
         """The run's entry in run.json; a resumed run keeps its id, start and initial loss."""
+        if not self.on:
+            self.run = dict(commit=None)  # rank 0 alone asks git and writes
+            return
         path = os.path.join(self.out_dir, "run.json")
-        if not fresh and self.on:
+        if not fresh:
             with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as f:
                 self.run = json.load(f)
         kept = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=initial_loss, test_scorings=0)
@@ -548,9 +551,8 @@ class Log:
             link="nccl" if device.type == "cuda" else "gloo" if ranks.world > 1 else None, n_params=n_params,
             versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                           cuda=torch.version.cuda))
-        if self.on:
-            for name in ("tokenizer.tiktoken", "meta.json"):
-                shutil.copy(os.path.join(c.data_dir, name), os.path.join(self.out_dir, name))
+        for name in ("tokenizer.tiktoken", "meta.json"):
+            shutil.copy(os.path.join(c.data_dir, name), os.path.join(self.out_dir, name))
 
     def close(self, status, exit_code):
         """The end in run.json, if the run ever opened it; out_dir is free for another process."""
@@ -599,8 +601,10 @@ def duration(seconds):
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
 
 
-def open_out_dir(c):
-    """Locks out_dir for this process and clears what an interrupted save left. Returns the lock. Raises Refused."""
+def open_out_dir(c, rank):
+    """Rank 0 locks out_dir and clears what an interrupted save left. Returns the lock. Raises Refused."""
+    if rank:
+        return None
     ckpt = os.path.join(c.out_dir, "ckpt")
     try:
         os.makedirs(c.out_dir, exist_ok=True)
@@ -764,7 +768,7 @@ def train(c, ranks, stop, log):
     device = ranks.together(pick_device, c, ranks.local_rank)
     ranks.together(check_batch, c, ranks.world)
     corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
-    log.lock = ranks.together(open_out_dir, c) if ranks.rank == 0 else ranks.together(lambda: None)
+    log.lock = ranks.together(open_out_dir, c, ranks.rank)
     start, saved = find_start(c, ranks, log)
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
     changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
