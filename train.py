@@ -63,7 +63,7 @@ class Config:
     max_steps: int = 640  # updates
     max_epochs: int = 0  # refuse a run that reads the data more often than this; 0: no limit
     # optimizer
-    optimizer: str = "adamw"  # adamw
+    optimizer: str = "adamw"  # adamw; or muon: torch.optim.Muon on the layers' matrices, AdamW on the rest
     learning_rate: float = 2e-3  # peak
     min_lr: float = 1e-4  # at the last step
     warmup_steps: int = 20  # linear from 0 to the peak
@@ -82,6 +82,7 @@ class Config:
     weights_interval: int = 0  # weights-only file; 0: never
     keep_last: int = 2  # newest full checkpoints that stay on disk
     keep_every: int = 0  # checkpoints at multiples of this many steps are never deleted; 0: none
+    sample_interval: int = 0  # continue fixed prompts into samples.jsonl; 0: never
     # machine
     seed: int = 1337  # of weights, order of the data, dropout
     device: str = "auto"  # auto, cpu, cuda
@@ -92,8 +93,15 @@ class Config:
     dist_timeout_s: int = 600  # a step that takes longer is a hang: the job ends and says where
     peak_tflops: float = 0.0  # dense peak of one device, for MFU; 0: from the table of known devices
     # safety
+    guard: str = "stop"  # a curve that can't be right: stop, warn, off; non-finite values always stop
     expect_params: int = 0  # refuse a model of another parameter count; 0: any
     allow_change: str = ""  # comma-separated keys that may differ from the checkpoint's on resume
+    # for the report
+    gpu_hour_price: float = 0.0  # of one device; 0: no money in the report
+    currency: str = "USD"  # of the price
+    budget_gpu_hours: float = 0.0  # a run that is going to take more says so; 0: no budget
+    question: str = ""  # what this run is to answer
+    note: str = ""  # anything to remember
 
 
 TENSOR_KEYS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "tie_embeddings", "optimizer")
@@ -103,27 +111,26 @@ WSD_DECAY = 0.2  # share of the run over which wsd decays (MiniCPM found 10% or 
 MAX_FP16_SKIPS = 20  # updates in a row that the fp16 scaler may skip before it is an alarm
 
 
+CHOICES = dict(optimizer="adamw muon", lr_schedule="cosine wsd", guard="stop warn off", device="auto cpu cuda",
+               dtype="auto bfloat16 float16 float32")
+BOUNDS = [  # (least, under, keys)
+    (1, math.inf, "micro_batch_size max_steps log_interval eval_tokens loss_chunks keep_last dist_timeout_s"),
+    (0, math.inf, "learning_rate min_lr warmup_steps weight_decay grad_clip eval_interval max_epochs save_interval "
+                  "weights_interval keep_every sample_interval expect_params peak_tflops gpu_hour_price "
+                  "budget_gpu_hours"),
+    (0, 1, "beta1 beta2 label_smoothing"), (0, 2**32, "seed"), (1, 2**40, "global_batch_tokens"),
+    (1e-30, math.inf, "rope_theta norm_eps adam_eps")]
+
+
 def check(c):
     """Everything about the settings that can be known before a file is touched. Raises Refused."""
-    for key, choices in dict(optimizer=("adamw",), lr_schedule=("cosine", "wsd"), device=("auto", "cpu", "cuda"),
-                             dtype=("auto", "bfloat16", "float16", "float32")).items():
-        if getattr(c, key) not in choices:
-            raise Refused(f"{key}={getattr(c, key)!r} must be one of {', '.join(choices)}")
-    for key in ("global_batch_tokens", "micro_batch_size", "max_steps", "log_interval", "eval_tokens", "loss_chunks",
-                "keep_last", "dist_timeout_s"):
-        if getattr(c, key) < 1:
-            raise Refused(f"{key}={getattr(c, key)} must be at least 1")
-    for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip", "eval_interval", "max_epochs",
-                "save_interval", "weights_interval", "keep_every", "expect_params", "peak_tflops"):
-        if getattr(c, key) < 0:
-            raise Refused(f"{key}={getattr(c, key)} must not be negative")
-    for key, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("label_smoothing", 0, 1), ("seed", 0, 2**32),
-                           ("global_batch_tokens", 1, 2**40)):
-        if not low <= getattr(c, key) < high:
-            raise Refused(f"{key}={getattr(c, key)} must be at least {low} and under {high}")
-    for key in ("rope_theta", "norm_eps", "adam_eps"):
-        if getattr(c, key) <= 0:
-            raise Refused(f"{key}={getattr(c, key)} must be above 0")
+    for key, choices in CHOICES.items():
+        if getattr(c, key) not in choices.split():
+            raise Refused(f"{key}={getattr(c, key)!r} must be one of {', '.join(choices.split())}")
+    for least, under, keys in BOUNDS:
+        for key in keys.split():
+            if not least <= getattr(c, key) < under:
+                raise Refused(f"{key}={getattr(c, key)} must be at least {least}, under {under}")
     if not c.out_dir or os.path.realpath(c.out_dir) == os.path.realpath(c.data_dir):
         raise Refused(f"out_dir={c.out_dir!r} must name a folder of its own")
     if c.min_lr > c.learning_rate:
