@@ -66,7 +66,7 @@ def run_train(command, out_dir, seconds):
 
     Raises Refused with what train.py said when it refused; shows its last lines and exits 1 when it failed.
     """
-    from train import read_log
+    from report import read_log
 
     shown, output = time.time(), os.path.join(out_dir, "output.txt")
     with open(output, "w") as screen:

@@ -270,15 +270,52 @@ PEAK_TFLOPS = {
 
 
 def parameter_groups(model, weight_decay):
-    """AdamW groups: decay on matrices, embeddings included; none on norms. Covers every parameter once, by name."""
-    named = list(model.named_parameters())
-    groups = [dict(names=[n for n, p in named if p.dim() >= 2], weight_decay=weight_decay),
-              dict(names=[n for n, p in named if p.dim() < 2], weight_decay=0.0)]
-    of = dict(named)
-    for group in groups:
-        group["params"] = [of[name] for name in group["names"]]
-    assert sum(p.numel() for g in groups for p in g["params"]) == count_parameters(model)
-    return groups
+    """[layers' matrices, other matrices (embeddings, head), norms], by name: decay on all but the norms. Covers every
+    parameter once."""
+    of = dict(model.named_parameters())
+    kinds = [[n for n, p in of.items() if p.dim() == 2 and n.startswith("layers.")],
+             [n for n, p in of.items() if p.dim() == 2 and not n.startswith("layers.")],
+             [n for n, p in of.items() if p.dim() < 2]]
+    assert sum(of[name].numel() for names in kinds for name in names) == count_parameters(model)
+    return [dict(names=names, params=[of[name] for name in names], weight_decay=decay)
+            for names, decay in zip(kinds, (weight_decay, weight_decay, 0.0), strict=True)]
+
+
+@torch.no_grad()
+def causality_leak(model):
+    """How far the logits of early positions move when every later token changes: 0, or the model sees its targets."""
+    T, V, was_training = min(model.shape.block_size, 64), model.shape.vocab_size, model.training
+    idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0)).to(model.tok_emb.weight.device)
+    other = torch.cat((idx[:, :T // 2], (idx[:, T // 2:] + 1) % V), dim=1)
+    model.eval()
+    moved = (model(idx) - model(other))[:, :T // 2].norm().item()
+    model.train(was_training)
+    return moved
+
+
+def first_nonfinite(model, x, y):
+    """Where NaN or infinity begins on the micro-batches x, y (n, B, T), eagerly: dict of the first `module` with a
+    non-finite output, else the parameter nearest the loss with a non-finite `gradient`, and the largest `logit`."""
+    found = dict(module=None, gradient=None, logit=0.0)
+
+    def look(name):
+        def hook(module, inputs, output):
+            if found["module"] is None and not output.isfinite().all():
+                found["module"] = name
+        return hook
+    hooks = [module.register_forward_hook(look(name or "loss")) for name, module in model.named_modules()]
+    for idx, targets in zip(x, y, strict=True):
+        model.zero_grad(set_to_none=True)
+        model(idx, targets).backward()
+        with torch.no_grad():
+            found["logit"] = max(found["logit"], model(idx).abs().max().item())
+        broken = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        if found["module"] or broken:
+            found["gradient"] = broken[-1] if broken else None
+            break
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def describe(shape, micro_batch_size):

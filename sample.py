@@ -213,7 +213,7 @@ def show(text):
 
 
 def main():
-    from train import pick_device, pick_dtype
+    from process import pick_device, pick_dtype
 
     c = load(Config, sys.argv[1:], __doc__)
     check(c)

@@ -6,22 +6,16 @@
 The same command again resumes the newest verified checkpoint: same batches, same rates, same numbers.
 """
 import contextlib
-import datetime
 import faulthandler
 import functools
 import json
 import math
 import os
-import platform
-import random
 import re
-import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import sysconfig
 import time
 import uuid
 import zlib
@@ -35,8 +29,12 @@ import torch
 import torch.distributed as dist
 
 import prepare
-from model import (IGNORE, PEAK_TFLOPS, Shape, Transformer, count_parameters, describe, flops_per_token, head_loss,
-                   load_weights, newest_verified, parameter_groups, saved_steps, sha256_of, why_bad)
+import report
+from model import (IGNORE, PEAK_TFLOPS, Shape, Transformer, causality_leak, count_parameters, describe, first_nonfinite,
+                   flops_per_token, head_loss, load_weights, newest_verified, parameter_groups, saved_steps, sha256_of,
+                   why_bad)
+from process import (Log, Ranks, StopSignal, device_name, peak_memory, pick_device, pick_dtype, rng_state,
+                     seed_everything, set_rng_state, why_no_compile, without_nan)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def check(c):
     for least, under, keys in BOUNDS:
         for key in keys.split():
             if not least <= getattr(c, key) < under:
-                raise Refused(f"{key}={getattr(c, key)} must be at least {least}, under {under}")
+                raise Refused(f"{key}={getattr(c, key)} is outside [{least}, {under})")
     if not c.out_dir or os.path.realpath(c.out_dir) == os.path.realpath(c.data_dir):
         raise Refused(f"out_dir={c.out_dir!r} must name a folder of its own")
     if c.min_lr > c.learning_rate:
@@ -235,130 +233,6 @@ def check_batch(c, world):
             f"ranks {' '.join(ranks[-12:]) or 'none'}")
 
 
-# ---- ranks, device, precision
-
-class Ranks:
-    """This process among those torchrun started. Alone, every exchange is the identity."""
-
-    def __init__(self):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-
-    def join(self, timeout_s):
-        if self.world > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-
-    def gather(self, value):
-        """[value of every rank], on every rank. Small Python objects, over the CPU."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def sum(self, *numbers):
-        """Sums over ranks, as floats exact to 2**53, in one small all-reduce on the CPU."""
-        total = torch.tensor(numbers, dtype=torch.float64)
-        if self.world > 1:
-            dist.all_reduce(total)
-        return total.tolist()
-
-    def together(self, function, *args):
-        """function(*args) on every rank; where one refuses, all refuse with its message. Returns this rank's result."""
-        result, error = None, None
-        try:
-            result = function(*args)
-        except Refused as refused:
-            error = f"rank {self.rank}: {refused}" if self.rank else str(refused)
-        if error := next(filter(None, self.gather(error)), None):
-            raise Refused(error)
-        return result
-
-
-def pick_device(c, local_rank):
-    """The torch device of this process. Raises Refused where an NVIDIA device is there but CUDA does not work."""
-    works = torch.cuda.is_available()
-    if not works and (c.device == "cuda" or (c.device == "auto" and os.path.exists("/dev/nvidia0"))):
-        driver = "/proc/driver/nvidia/version"
-        seen = open(driver).readline().strip() if os.path.exists(driver) else "no NVIDIA driver"
-        raise Refused(f"CUDA does not work: {seen}; torch {torch.__version__} was built for CUDA "
-                      f"{torch.version.cuda}. Install a matching torch, or say --device=cpu")
-    if c.device == "cpu" or not works:
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise Refused(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def pick_dtype(c, device):
-    """auto: bfloat16 where the device computes in it, else float32 (an emulated bfloat16 is slower than that)."""
-    if c.dtype != "auto":
-        return c.dtype
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
-        if {"avx512_bf16", "amx_bf16"} & set(f.read().split()):
-            return "bfloat16"
-    return "float32"
-
-
-def why_no_compile(device):
-    """None, or what a CPU lacks for torch.compile. Raises Refused on a GPU without triton."""
-    if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            raise Refused("torch.compile needs triton on a GPU: install it, or say --compile=False") from None
-    elif not shutil.which(os.environ.get("CXX", "g++")):
-        return "no C++ compiler (apt-get install g++)"
-    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "no Python.h (apt-get install python3-dev)"
-
-
-def device_name(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
-        names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
-        return f"{names[0]}, {torch.get_num_threads()} threads" if names else platform.processor()
-    return platform.processor()
-
-
-def peak_memory(device):
-    """The high-water mark of this process, and what it is, as log.jsonl has it."""
-    if device.type == "cuda":
-        return dict(peak_memory_bytes=torch.cuda.max_memory_allocated(device),
-                    peak_memory_source="cuda max_memory_allocated")
-    return dict(peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                peak_memory_source="process ru_maxrss")
-
-
-# ---- randomness
-
-def seed_everything(seed, step, rank):
-    words = [int(word) for word in np.random.SeedSequence([seed, step, rank]).generate_state(3)]
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch.manual_seed(words[2])
-
-
-def rng_state(device):
-    """The state of every global generator, in types that torch.load(weights_only=True) reads."""
-    numpy_state = np.random.get_state()
-    return dict(python=random.getstate(), numpy=torch.from_numpy(numpy_state[1].astype(np.int64)),
-                numpy_rest=(int(numpy_state[2]), int(numpy_state[3]), float(numpy_state[4])),
-                torch=torch.get_rng_state(), device=torch.cuda.get_rng_state() if device.type == "cuda" else None)
-
-
-def set_rng_state(state, device):
-    random.setstate(state["python"])
-    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["numpy_rest"]))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["device"] is not None:
-        torch.cuda.set_rng_state(state["device"])
-
-
 # ---- evaluation
 
 @torch.no_grad()
@@ -438,16 +312,19 @@ def delete_old(out_dir, c, newest):
                 os.unlink(path)
 
 
-def moments_by_name(model, optimizer):
-    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+def moments_by_name(model, optimizers):
+    state = {p: moments for optimizer in optimizers for p, moments in optimizer.state.items()}
+    return {name: dict(state[p]) for name, p in model.named_parameters() if p in state}
 
 
-def restore(saved, model, optimizer, scaler, ranks, device, seed):
+def restore(saved, model, optimizers, scaler, ranks, device, seed):
     """Weights, moments, scaler and this rank's RNG out of a checkpoint; rates and decay stay as the settings say."""
     model.load_state_dict(saved["model"])
-    for name, p in model.named_parameters():
-        if name in saved["optimizer"]:
-            optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in saved["optimizer"][name].items()}
+    of = dict(model.named_parameters())
+    for optimizer in optimizers:
+        for name in (name for group in optimizer.param_groups for name in group["names"] if name in saved["optimizer"]):
+            moments = saved["optimizer"][name].items()
+            optimizer.state[of[name]] = {key: value.to(of[name].device, copy=True) for key, value in moments}
     if saved["scaler"]:  # empty unless it was an fp16 run
         scaler.load_state_dict(saved["scaler"])
     if ranks.rank < len(saved["rng"]):
@@ -470,162 +347,7 @@ def changes_since(saved, c, fingerprint):
     return {key: value for key, value in changed.items() if key not in ("out_dir", "data_dir", "allow_change")}
 
 
-# ---- the record
-
-def without_nan(value):
-    """JSON has no NaN or infinity: they become null."""
-    if isinstance(value, dict):
-        return {key: without_nan(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_log(out_dir):
-    """The lines of log.jsonl; a half-written last one is left out."""
-    rows = []
-    with contextlib.suppress(OSError), open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
-        for line in f:
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
-
-
-class Log:
-    """log.jsonl, train.log, run.json and the screen, all from rank 0 alone."""
-
-    def __init__(self, c, ranks, started):
-        self.out_dir, self.on, self.world, self.started = c.out_dir, ranks.rank == 0, ranks.world, started
-        rows = read_log(c.out_dir)  # time and device-hours go on from where an earlier process was last heard of
-        self.elapsed_before = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
-        self.hours_before = max((row.get("gpu_hours") or 0.0 for row in rows), default=0.0)
-        self.screen, self.lines, self.lock, self.run, self.early = None, None, None, {}, []
-
-    def open(self, resumed_step):
-        """Moves the lines past the checkpoint to log.discarded.jsonl, so that no step stands twice; then appends."""
-        if not self.on:
-            return
-        log = os.path.join(self.out_dir, "log.jsonl")
-        rows = read_log(self.out_dir)
-        lost = [row for row in rows if row["step"] > resumed_step and row["event"] in ("step", "eval", "sample")]
-        if lost:
-            with open(os.path.join(self.out_dir, "log.discarded.jsonl"), "a", encoding="utf-8") as f:
-                f.writelines(json.dumps(row) + "\n" for row in lost)
-        if rows:
-            kept = "".join(json.dumps(row) + "\n" for row in rows if row not in lost)
-            prepare.write_atomically(log, kept.encode())
-        self.lines = open(log, "a", encoding="utf-8")
-        self.screen = open(os.path.join(self.out_dir, "train.log"), "a", encoding="utf-8")
-        print(*self.early, sep="\n", file=self.screen, flush=True)
-
-    def elapsed_s(self):
-        return self.elapsed_before + time.time() - self.started
-
-    def device_hours(self):
-        return self.hours_before + (time.time() - self.started) * self.world / 3600
-
-    def say(self, text):
-        if self.on:
-            with contextlib.suppress(OSError):  # a terminal that went away must not end the run
-                print(text, flush=True)
-            if self.screen:
-                print(text, file=self.screen, flush=True)
-            else:
-                self.early.append(text)  # out_dir is not ours yet
-
-    def event(self, name, step, **values):
-        if self.lines:
-            row = dict(event=name, time=time.time(), step=step, elapsed_s=self.elapsed_s(),
-                       gpu_hours=self.device_hours(), **values)
-            self.lines.write(json.dumps(without_nan(row)) + "\n")
-            self.lines.flush()
-
-    def start_record(self, c, ranks, device, corpus, n_params, initial_loss, fresh):
-        """The run's entry in run.json; a resumed run keeps its id, start and initial loss."""
-        if not self.on:
-            self.run = dict(commit=None)  # rank 0 alone asks git and writes
-            return
-        path = os.path.join(self.out_dir, "run.json")
-        if not fresh:
-            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as f:
-                self.run = json.load(f)
-        kept = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=initial_loss, test_scorings=0)
-        self.run = kept | self.run
-        self.record(
-            schema=1, pid=os.getpid(), host=socket.gethostname(), status="running", exit_code=None, settings=asdict(c),
-            command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")),
-            data_fingerprint=corpus.fingerprint, device=device_name(device), device_count=ranks.world,
-            link="nccl" if device.type == "cuda" else "gloo" if ranks.world > 1 else None, n_params=n_params,
-            versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
-                          cuda=torch.version.cuda))
-        for name in ("tokenizer.tiktoken", "meta.json"):
-            shutil.copy(os.path.join(c.data_dir, name), os.path.join(self.out_dir, name))
-
-    def close(self, status, exit_code):
-        """The end in run.json, if the run ever opened it; out_dir is free for another process."""
-        if self.run:
-            self.record(status=status, exit_code=exit_code)
-        for file in (self.lines, self.screen, self.lock):
-            if file:
-                file.close()
-
-    def record(self, **values):
-        """Updates run.json."""
-        self.run.update(values)
-        if self.on:
-            text = json.dumps(without_nan(self.run), indent=1)
-            prepare.write_atomically(os.path.join(self.out_dir, "run.json"), text.encode())
-
-
-def git(*words):
-    where = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run(["git", "-C", where, *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-class StopSignal:
-    """SIGTERM and SIGINT raise a flag which the loop reads between steps; a second one after 5 s ends at once."""
-
-    def __init__(self):
-        self.signum, self.came, self.ready = 0, 0.0, False
-        signal.signal(signal.SIGTERM, self.take)
-        signal.signal(signal.SIGINT, self.take)
-
-    def take(self, signum, frame):
-        if self.signum and time.time() - self.came > 5:
-            os._exit(128 + signum)
-        self.signum, self.came = self.signum or signum, self.came or time.time()
-        if not self.ready:  # before the first update there is nothing to save
-            raise SystemExit(128 + signum)
-
-
 # ---- the run
-
-def duration(seconds):
-    """1h02m, 3m20s or 12s."""
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
-
-
-def open_out_dir(c, rank):
-    """Rank 0 locks out_dir and clears what an interrupted save left. Returns the lock. Raises Refused."""
-    if rank:
-        return None
-    ckpt = os.path.join(c.out_dir, "ckpt")
-    try:
-        os.makedirs(c.out_dir, exist_ok=True)
-        lock = prepare.lock(c.out_dir)
-        for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
-            if re.fullmatch(r"(step|weights)_\d+\.(pt|json)\.tmp", name):
-                os.unlink(os.path.join(ckpt, name))
-    except OSError as error:
-        raise Refused(f"out_dir {c.out_dir} can't be written: {error.strerror}") from None
-    if c.init_from == "scratch" and saved_steps(c.out_dir):
-        raise Refused(f"init_from=scratch, but {c.out_dir}/ckpt holds checkpoints: take another --out_dir, or "
-                      f"init_from=auto to go on")
-    return lock
-
 
 @dataclass
 class Run:
@@ -640,7 +362,7 @@ class Run:
     shape: Shape
     model: Transformer  # its layers and its loss may be compiled; never wrapped, so names in checkpoints stay plain
     ddp: torch.nn.Module  # the same model behind DistributedDataParallel where there are several ranks
-    optimizer: torch.optim.Optimizer
+    optimizers: list  # AdamW, or Muon and AdamW
     scaler: torch.amp.GradScaler
     state: dict  # step and windows, tokens, targets consumed, updates made, skipped_in_a_row
 
@@ -648,11 +370,60 @@ class Run:
         return torch.autocast(self.device.type, getattr(torch, self.c.dtype), enabled=self.c.dtype != "float32")
 
 
-def find_start(c, ranks, log):
-    """The newest verified checkpoint, loaded, or None. Rank 0 verifies and tells the others which it is."""
-    newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
-    path = ranks.gather(newest and newest[1])[0]
-    return path, torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path else None
+def duration(seconds):
+    """1h02m, 3m20s or 12s."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
+
+
+def open_out_dir(c, rank, start_id):
+    """Rank 0 locks out_dir, clears what an interrupted save left and writes `start_id`, which every other rank must
+    find there: out_dir is one file system for all nodes. Returns rank 0's lock. Raises Refused."""
+    ckpt, lock, mark = os.path.join(c.out_dir, "ckpt"), None, os.path.join(c.out_dir, ".start_id")
+    try:
+        if rank == 0:
+            os.makedirs(c.out_dir, exist_ok=True)
+            lock = prepare.lock(c.out_dir)
+            for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
+                if re.fullmatch(r"(step|weights)_\d+\.(pt|json)\.tmp", name):
+                    os.unlink(os.path.join(ckpt, name))
+            prepare.write_atomically(mark, start_id.encode())
+        for _ in range(100):  # a network file system may show it late
+            with contextlib.suppress(FileNotFoundError), open(mark, encoding="utf-8") as f:
+                if f.read() == start_id:
+                    break
+            time.sleep(0.1)
+        else:
+            raise Refused(f"out_dir {os.path.realpath(c.out_dir)} on {socket.gethostname()} is not the folder that "
+                          f"rank 0 writes to: all nodes need one shared file system for it")
+    except OSError as error:
+        raise Refused(f"out_dir {c.out_dir} can't be written: {error.strerror}") from None
+    if c.init_from == "scratch" and saved_steps(c.out_dir):
+        raise Refused(f"init_from=scratch, but {c.out_dir}/ckpt holds checkpoints: take another --out_dir, or "
+                      f"init_from=auto to go on")
+    return lock
+
+
+def check_room(c, n_params):
+    """A line about the disk. Raises Refused where the checkpoints that will stand side by side have no room."""
+    kept = c.keep_last + 1 + (c.max_steps // c.keep_every if c.keep_every else 0)  # a new one stands beside the old
+    need = n_params * (12 * kept + (4 * (c.keep_last + 1) if c.weights_interval else 0))  # fp32 weight and two moments
+    free = shutil.disk_usage(c.out_dir).free + sum(os.path.getsize(path) for _, path in saved_steps(c.out_dir))
+    if c.save_interval and free < need:
+        raise Refused(f"{c.out_dir} has room for {free / 1e9:.3g} GB of checkpoints, {need / 1e9:.3g} GB are needed: "
+                      f"make room, or lower --keep_last or raise --keep_every")
+    return f"checkpoints    {12 * n_params / 1e9:.3g} GB each, {need / 1e9:.3g} GB in all; {free / 1e9:,.0f} GB free"
+
+
+def make_optimizers(model, c):
+    """[AdamW], or [Muon, AdamW]: Muon on the layers' matrices, q, k and v apart, scaled to AdamW's update size so that
+    one rate serves both (Jordan et al. 2024; Liu et al. 2025)."""
+    matrices, *others = parameter_groups(model, c.weight_decay)
+    adamw = functools.partial(torch.optim.AdamW, lr=0.0, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
+    if c.optimizer == "adamw":
+        return [adamw([matrices, *others])]
+    return [torch.optim.Muon([matrices], lr=0.0, adjust_lr_fn="match_rms_adamw"), adamw(others)]
 
 
 def build(c, ranks, stop, log, device, corpus, saved):
@@ -661,13 +432,7 @@ def build(c, ranks, stop, log, device, corpus, saved):
     n_params, lines = describe(shape, c.micro_batch_size)
     if c.expect_params and c.expect_params != n_params:
         raise Refused(f"expect_params={c.expect_params:,}, but the model has {n_params:,} parameters")
-    log.say("\n".join(lines))
-    kept = c.keep_last + 1 + (c.max_steps // c.keep_every if c.keep_every else 0)  # a new one stands beside the old
-    need = n_params * (12 * kept + (4 * (c.keep_last + 1) if c.weights_interval else 0))  # fp32 weight and two moments
-    free = shutil.disk_usage(c.out_dir).free + sum(os.path.getsize(path) for _, path in saved_steps(c.out_dir))
-    if c.save_interval and free < need:
-        raise Refused(f"{c.out_dir} has room for {free / 1e9:.3g} GB of checkpoints, {need / 1e9:.3g} GB are needed: "
-                      f"make room, or lower --keep_last or raise --keep_every")
+    log.say("\n".join([*lines, check_room(c, n_params)]))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
@@ -682,8 +447,7 @@ def build(c, ranks, stop, log, device, corpus, saved):
         for layer in model.layers:
             layer.compile()
         model.head_loss = torch.compile(head_loss)
-    optimizer = torch.optim.AdamW(parameter_groups(model, c.weight_decay), lr=0.0, betas=(c.beta1, c.beta2),
-                                  eps=c.adam_eps, fused=True)
+    optimizers = make_optimizers(model, c)
     scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == "float16")
     seed_everything(c.seed, 0, ranks.rank)
     state = dict(step=0, windows=0, tokens=0, targets=0, updates=0, skipped_in_a_row=0)
@@ -691,26 +455,24 @@ def build(c, ranks, stop, log, device, corpus, saved):
         state = {key: saved[key] for key in state}
         if not c.allow_change and saved["order_crc"] != order_crc(c, corpus, state["windows"]):
             raise Refused("this numpy deals the windows in another order than the run began with: use its version")
-        restore(saved, model, optimizer, scaler, ranks, device, c.seed)
+        restore(saved, model, optimizers, scaler, ranks, device, c.seed)
     ddp = model if ranks.world == 1 else torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    return Run(c, ranks, stop, log, device, corpus, prepare.Tokenizer(c.data_dir).token_bytes, shape, model, ddp,
-               optimizer, scaler, state)
+    token_bytes = prepare.Tokenizer(c.data_dir).token_bytes
+    return Run(c, ranks, stop, log, device, corpus, token_bytes, shape, model, ddp, optimizers, scaler, state)
 
 
 def first_pass(run, x, y):
     """One forward and backward that is thrown away, before the first update of every process: then compile time and
     memory are known, and DDP's buckets final (else a resume on three ranks is not bit-exact). Returns the mean loss."""
-    before, began = rng_state(run.device), time.time()
+    before = rng_state(run.device)
     with run.autocast():
         loss = run.ddp(x, y, run.c.label_smoothing)
     loss.backward()
-    run.optimizer.zero_grad(set_to_none=True)
+    for p in run.model.parameters():
+        p.grad = None
     set_rng_state(before, run.device)
-    loss = loss.item() / y.numel()
-    run.log.say(f"first pass     {time.time() - began:.1f} s, compile included; loss {loss:.4f}, ln V = "
-                f"{math.log(run.shape.vocab_size):.4f}")
-    return loss, time.time() - began
+    return loss.item() / y.numel()
 
 
 def run_evaluation(run, limit):
@@ -725,7 +487,30 @@ def run_evaluation(run, limit):
                 f"{total['val_bpb']:.4f} (" + "; ".join(
                     f"{name} {r['val_loss']:.4f}, {r['val_ppl']:.2f}, {r['val_bpb']:.4f}"
                     for name, r in result.items()) + ")")
+    run.log.start_report()
     return seconds
+
+
+def run_sampling(run):
+    """Continues the fixed prompts into samples.jsonl, on rank 0 alone, by the raw module and generators of its own."""
+    if not run.log.on:
+        return
+    import sample
+
+    c, step, tokenizer = run.c, run.state["step"], prepare.Tokenizer(run.c.out_dir)
+    how, prompts = dict(max_new_tokens=64, temperature=0.8, top_k=50, top_p=1.0), sample.fixed_prompts(c.out_dir)
+    rngs = [np.random.RandomState([c.seed, number, 0]) for number in range(len(prompts))]
+    allowed = torch.from_numpy(tokenizer.token_bytes > 0)
+    allowed[tokenizer.eot_id] = True
+    with torch.compiler.set_stance("force_eager"), run.autocast():
+        new = sample.generate(run.model, [tokenizer.encode(text) for text in prompts], *how.values(), rngs,
+                              allowed.to(run.device))
+    with contextlib.suppress(OSError), open(os.path.join(c.out_dir, "samples.jsonl"), "a", encoding="utf-8") as f:
+        for prompt, ids in zip(prompts, new, strict=True):
+            line = dict(step=step, prompt=prompt, completion=tokenizer.decode(ids), tokens=ids, seed=c.seed, **how)
+            f.write(json.dumps(line, ensure_ascii=False) + "\n")
+    run.log.event("sample", step, prompts=len(prompts))
+    run.log.say(f"step {step}: {prompts[0]!r} -> {tokenizer.decode(new[0])!r}")
 
 
 def end_by_signal(run, saved_ok):
@@ -738,17 +523,48 @@ def end_by_signal(run, saved_ok):
     return code
 
 
+def end_by_guard(run, step, kind, message, x=None, y=None):
+    """Nothing is updated or saved any more. For a non-finite value: which module made it, in alarm_step_N.json."""
+    found = {}
+    if x is not None:
+        with torch.compiler.set_stance("force_eager"), run.autocast():
+            found = first_nonfinite(run.model, x, y)
+        name = f"alarm_step_{step}" + (f".rank{run.ranks.rank}" if run.ranks.rank else "") + ".json"
+        text = json.dumps(without_nan(dict(step=step, message=message, rank=run.ranks.rank, **found)), indent=1)
+        with contextlib.suppress(OSError):
+            prepare.write_atomically(os.path.join(run.c.out_dir, name), text.encode())
+        message += f"; first non-finite: {found['module'] or found['gradient']}, largest logit {found['logit']:.3g}"
+    if kind not in run.log.alarmed:
+        run.log.event("alarm", step, kind=kind, message=message, action="stop: no update, no save")
+    run.log.event("stop", step, reason="guard", exit_code=3, **peak_memory(run.device))
+    run.log.say(f"STOPPED by the guard at step {step}: {message}; nothing was updated or saved")
+    return 3
+
+
+def judge(run):
+    """The guard, on rank 0: says what the logged curve looks like. Returns the finding that should stop the run."""
+    if not run.log.on or run.c.guard == "off":
+        return None
+    verdict = None
+    for finding in report.diagnose(run.log.rows, asdict(run.c), run.shape.vocab_size, run.ranks.world):
+        run.log.alarm(finding.kind, run.state["step"], finding.message, f"likely {finding.causes}; first check "
+                                                                         f"{finding.check}")
+        verdict = verdict or (finding if finding.stop and run.c.guard == "stop" else None)
+    return verdict
+
+
 def save(run, kind):
     """Writes a checkpoint (kind "step") or weights only ("weights"). Whether it is on disk; all ranks hear the same."""
     c, step, began = run.c, run.state["step"], time.time()
     path, written, error = os.path.join(c.out_dir, "ckpt", f"{kind}_{step:08d}.pt"), 0, None
-    content = dict(model=run.model.state_dict(), settings=asdict(c), vocab_size=run.shape.vocab_size, step=step,
-                   eot_id=run.shape.eot_id, data_fingerprint=run.corpus.fingerprint, commit=run.log.run["commit"])
-    if kind == "step":
-        content |= run.state | dict(
-            order_crc=order_crc(c, run.corpus, run.state["windows"]), scaler=run.scaler.state_dict(),
-            optimizer=moments_by_name(run.model, run.optimizer), rng=run.ranks.gather(rng_state(run.device)))
+    rng = run.ranks.gather(rng_state(run.device)) if kind == "step" else None
     if run.ranks.rank == 0 and (reason := why_bad(path) or ("always written anew" if kind == "weights" else None)):
+        content = dict(model=run.model.state_dict(), settings=asdict(c), vocab_size=run.shape.vocab_size, step=step,
+                       eot_id=run.shape.eot_id, data_fingerprint=run.corpus.fingerprint, commit=run.log.run["commit"])
+        if kind == "step":
+            content |= run.state | dict(
+                order_crc=order_crc(c, run.corpus, run.state["windows"]), scaler=run.scaler.state_dict(),
+                optimizer=moments_by_name(run.model, run.optimizers), rng=rng)
         try:
             if os.path.exists(path) and kind == "step":
                 run.log.say(f"{path} is replaced, {reason}; the old one is kept as .corrupt")
@@ -769,33 +585,41 @@ def save(run, kind):
     return True
 
 
-def train(c, ranks, stop, log):
-    """One run from its start, or from its checkpoint, to its end. Returns the exit code."""
+def begin(c, ranks, stop, log):
+    """All that can refuse, then the record, then the first pass. Returns (run, batches, first batch, hang file), None
+    for a finished run."""
     ranks.join(c.dist_timeout_s)
     device = ranks.together(pick_device, c, ranks.local_rank)
     ranks.together(check_batch, c, ranks.world)
     corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
-    log.lock = ranks.together(open_out_dir, c, ranks.rank)
-    start, saved = find_start(c, ranks, log)
+    if len(set(ranks.gather(corpus.fingerprint))) > 1:
+        raise Refused(f"data_dir {c.data_dir} holds different data on different nodes: copy one folder to all")
+    log.lock = ranks.together(open_out_dir, c, ranks.rank, ranks.gather(uuid.uuid4().hex)[0])
+    newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
+    path = ranks.gather(newest and newest[1])[0]  # rank 0 verifies once and tells the others
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path else None
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
-    changed = changes_since(saved, c, corpus.fingerprint) if saved else {}
-    last = ([row for row in read_log(c.out_dir) if row.get("event") in ("run_start", "run_end")] or [{}])[-1]
-    if saved and saved["step"] >= c.max_steps and (last.get("event"), last.get("step")) == ("run_end", saved["step"]):
-        log.say(f"finished: {start} is of step {saved['step']}, max_steps is {c.max_steps}")
-        return 0
+    changed = ranks.together(changes_since, saved, c, corpus.fingerprint) if saved else {}
+    rows = report.read_log(c.out_dir)
+    ends = [(row["event"], row["step"]) for row in rows if row["event"] in ("run_start", "run_end")]
+    if saved and saved["step"] >= c.max_steps and ends[-1:] == [("run_end", saved["step"])]:
+        log.say(f"finished: {path} is of step {saved['step']}, max_steps is {c.max_steps}")
+        return None
     run = ranks.together(build, c, ranks, stop, log, device, corpus, saved)
-    state, model, ddp, optimizer, scaler = run.state, run.model, run.ddp, run.optimizer, run.scaler
     del saved  # it maps the file: the space of a checkpoint that is deleted meanwhile would not come back
-    batches = ranks.together(Batches, corpus, c, ranks, device, state["windows"])
+    batches = ranks.together(Batches, corpus, c, ranks, device, run.state["windows"])
     x, y, valid = batches.take()
 
-    log.open(state["step"])  # whatever could refuse has been asked: the record begins
-    if start:
-        log.say(f"resuming {start}: step {state['step'] + 1} is next" + "".join(
+    log.open(rows, run.state["step"])  # whatever could refuse has been asked: the record begins
+    if ranks.rank == 0:
+        for name in ("tokenizer.tiktoken", "meta.json"):
+            shutil.copy(os.path.join(c.data_dir, name), os.path.join(c.out_dir, name))
+    if path:
+        log.say(f"resuming {path}: step {run.state['step'] + 1} is next" + "".join(
             f"\n  {key}: {then} -> {now}" for key, (then, now) in changed.items()))
     log.say(f"data           {corpus.tokens('train'):,} train tokens, read {batches.epochs:.2f} times in {c.max_steps} "
             f"steps of {c.global_batch_tokens:,} tokens")
-    compiled = "compiled" if model.head_loss is not head_loss else "eager"
+    compiled = "compiled" if run.model.head_loss is not head_loss else "eager"
     log.say(f"device         {ranks.world} x {device_name(device)}, {c.dtype}, {compiled}, accumulation "
             f"{batches.accumulation}")
     for holds, warning in (
@@ -806,65 +630,87 @@ def train(c, ranks, stop, log):
             log.say(f"warning: {warning}")
     hang_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "a")
     faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
-    initial_loss, first_pass_s = first_pass(run, x[0], y[0])
-    n_params = count_parameters(model)
-    log.start_record(c, ranks, device, corpus, n_params, initial_loss, fresh=not start)
-    log.event("run_start", state["step"], n_params=n_params, first_pass_s=first_pass_s, compiled=compiled)
+    began = time.time()
+    initial_loss, first_pass_s = first_pass(run, x[0], y[0]), time.time() - began
+    kind = "resume" if path else "scratch" if c.init_from in ("auto", "scratch") else "weights"
+    expected = "" if kind != "scratch" else f", expected near {math.log(run.shape.vocab_size) + 1 / 8:.4f}"
+    log.say(f"first pass     {first_pass_s:.1f} s, compile included; loss {initial_loss:.4f}{expected}")
+    if ranks.rank == 0:
+        log.start_record(run, initial_loss, fresh=not path)
+    log.event("run_start", run.state["step"], start=kind, world=ranks.world, vocab_size=run.shape.vocab_size,
+              n_params=count_parameters(run.model), first_pass_s=first_pass_s, compiled=compiled)
     logged_steps = sorted({1, c.max_steps, *range(c.log_interval, c.max_steps, c.log_interval)})
-    log.event("plan", state["step"], plan=[[s, learning_rate(s, c)] for s in logged_steps])
+    log.event("plan", run.state["step"], plan=[[s, learning_rate(s, c)] for s in logged_steps])
     log.say("planned rate   " + ", ".join(f"step {s}: {learning_rate(s, c):.3g}" for s in sorted(
         {1, min(c.max_steps, max(1, c.warmup_steps)), *(max(1, c.max_steps * i // 4) for i in (1, 2, 3, 4))})))
-    if start:
-        log.event("resume", state["step"], path=start, world_size=ranks.world, changed=changed)
+    if path:
+        log.event("resume", run.state["step"], path=path, world_size=ranks.world, changed=changed)
+    return run, batches, (x, y, valid), hang_file
 
-    peak = c.peak_tflops or PEAK_TFLOPS.get(device_name(device), 0)
+
+def train(c, ranks, stop, log):
+    """One run from its start, or from its checkpoint, to its end. Returns the exit code."""
+    if (begun := begin(c, ranks, stop, log)) is None:
+        return 0
+    run, batches, (x, y, valid), hang_file = begun
+    c, state, model, scaler = run.c, run.state, run.model, run.scaler
+    n_params, peak = count_parameters(model), c.peak_tflops or PEAK_TFLOPS.get(device_name(run.device), 0)
     interval = dict(steps=0, seconds=0.0, data_s=0.0)  # since the last line; evaluation and saving stay outside
-    eval_s, saved_ok = 0.0, True
+    eval_s, saved_ok, verdict = 0.0, True, None
     [step_targets] = ranks.sum(valid)
 
-    evaluated = [row["step"] for row in read_log(c.out_dir) if row["event"] == "eval"]
-    if start and c.eval_interval and state["step"] % c.eval_interval == 0 and state["step"] not in evaluated:
+    with torch.compiler.set_stance("force_eager"), run.autocast():
+        leak = causality_leak(model)
+    log.say(f"causality      {'holds' if leak == 0 else f'BROKEN: later tokens move earlier logits by {leak:.3g}'}")
+    if leak and c.guard == "stop":
+        return end_by_guard(run, state["step"], "not_causal", f"later tokens move earlier logits by {leak:.3g}")
+    evaluated = [row["step"] for row in log.rows if row["event"] == "eval"]
+    if c.eval_interval and state["step"] and state["step"] % c.eval_interval == 0 and state["step"] not in evaluated:
         run_evaluation(run, c.eval_tokens)  # which a stop had cut short
 
     for step in range(state["step"] + 1, c.max_steps + 1):
         faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=hang_file)
         began, rate = time.perf_counter(), learning_rate(step, c)
         logged = step in (1, c.max_steps) or step % c.log_interval == 0
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
 
         loss_sum = 0.0
         for micro in range(batches.accumulation):
             is_last = micro == batches.accumulation - 1
-            with contextlib.nullcontext() if is_last or ranks.world == 1 else ddp.no_sync():
+            with contextlib.nullcontext() if is_last or ranks.world == 1 else run.ddp.no_sync():
                 with run.autocast():
-                    loss = ddp(x[micro], y[micro], c.label_smoothing)
+                    loss = run.ddp(x[micro], y[micro], c.label_smoothing)
                 # a sum becomes its share of the mean over the whole step; DDP averages over ranks, hence their number
                 scaler.scale(loss * (ranks.world / step_targets)).backward()
             loss_sum = loss_sum + loss.detach()
-        scaler.unscale_(optimizer)
+        for optimizer in run.optimizers:
+            scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
         loss_sum, grad_norm = torch.stack((loss_sum, grad_norm)).tolist()  # the one wait for the device in an update
 
-        crc, waited = batch_crc(x, y) if logged else 0, time.perf_counter()
+        this_x, this_y, crc, waited = x, y, batch_crc(x, y) if logged else 0, time.perf_counter()
         x, y, valid = batches.take()
         data_s = time.perf_counter() - waited
-        stopping, loss_sum, crc, next_targets = ranks.sum(stop.signum, loss_sum, crc, valid)
+        stopping, judged, loss_sum, crc, next_targets = ranks.sum(
+            stop.signum, verdict is not None, loss_sum, crc, valid)
         loss = loss_sum / step_targets
         skipped = c.dtype == "float16" and not math.isfinite(grad_norm)  # the scaler will leave this update out
         state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if skipped else 0
         if not math.isfinite(loss + (0 if skipped else grad_norm)) or state["skipped_in_a_row"] >= MAX_FP16_SKIPS:
-            first = state["windows"]
-            message = (f"step {step}: loss {loss}, gradient norm {grad_norm}, windows {first} to "
-                       f"{first + batches.per_step - 1}, {state['skipped_in_a_row']} skipped in a row")
-            log.event("alarm", step, kind="non_finite", message=message, action="stop: no update, no save")
-            log.event("stop", step, reason="guard", exit_code=3)
-            log.say(f"STOPPED by the guard at {message}; nothing was updated or saved")
-            return 3
+            message = (f"loss {loss}, gradient norm {grad_norm}, windows {state['windows']} to "
+                       f"{state['windows'] + batches.per_step - 1}, scale {scaler.get_scale():g}, "
+                       f"{state['skipped_in_a_row']} skipped in a row")
+            return end_by_guard(run, step, "non_finite", message, this_x, this_y)
+        if judged:
+            return end_by_guard(run, step, *(verdict.kind, verdict.message) if verdict else ("curve", ""))
 
-        scaler.step(optimizer)
+        for optimizer in run.optimizers:
+            if not skipped:
+                scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
         stop.ready = True
         state.update(step=step, windows=state["windows"] + batches.per_step, updates=state["updates"] + (not skipped),
                      tokens=state["tokens"] + c.global_batch_tokens, targets=state["targets"] + int(step_targets))
@@ -889,6 +735,11 @@ def train(c, ranks, stop, log):
                     f"{tokens_per_s:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | eta {duration(eta_s)} | "
                     f"{log.device_hours():.3f} device-h")
             interval = dict(steps=0, seconds=0.0, data_s=0.0)
+            verdict = judge(run)
+            hours = log.device_hours() + eta_s * ranks.world / 3600
+            if c.budget_gpu_hours and step > 1 and hours > c.budget_gpu_hours:
+                log.alarm("budget", step, f"the run is going to take {hours:.3g} device-hours, budget_gpu_hours is "
+                                          f"{c.budget_gpu_hours:g}", "going on")
 
         faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
         final = step == c.max_steps
@@ -898,6 +749,8 @@ def train(c, ranks, stop, log):
             save(run, "weights")
         if stopping:
             return end_by_signal(run, saved_ok)
+        if c.sample_interval and (final or step % c.sample_interval == 0):
+            run_sampling(run)
         if c.eval_interval and step % c.eval_interval == 0 and not final:
             eval_s = run_evaluation(run, c.eval_tokens)
             if eval_s is None:
@@ -905,7 +758,7 @@ def train(c, ranks, stop, log):
 
     if run_evaluation(run, math.inf) is None:
         return end_by_signal(run, saved_ok)
-    log.event("run_end", state["step"], **peak_memory(device))
+    log.event("run_end", state["step"], **peak_memory(run.device))
     return 0 if saved_ok else 1
 
 
@@ -913,14 +766,14 @@ def main():
     c = load(Config, sys.argv[1:], __doc__)
     check(c)
     ranks, stop = Ranks(), StopSignal()
-    log = Log(c, ranks, time.time())
+    log = Log(c, ranks)
     code, status = 1, "crashed"
     try:
         code = train(c, ranks, stop, log)
         status = {0: "finished", 1: "crashed", 3: "guard"}.get(code, "stopped")
     except Refused as refused:
         code = 2
-        if log.run and ranks.rank:  # met in the middle of a run, by this rank alone
+        if log.files and ranks.rank:  # met in the middle of a run, by this rank alone
             print(f"train.py: rank {ranks.rank}: {refused}", file=sys.stderr)
         raise
     except SystemExit as ended:  # a signal before the first update

@@ -17,6 +17,7 @@ sys.path.insert(0, ROOT)
 torch.set_num_threads(1)  # the shapes are tiny, and some tests run several processes
 
 import prepare  # noqa: E402
+import process as process_script  # noqa: E402
 import train as train_script  # noqa: E402
 
 TINY = ("--n_layer=2 --n_embd=32 --n_head=4 --n_kv_head=2 --ffn_hidden=64 --block_size=32 --micro_batch_size=2 "
@@ -83,16 +84,18 @@ def train(data_dir, out_dir, *words, nproc=0, **options):
                         **options))
 
 
-def train_here(data_dir, out_dir, *words):
+def train_here(data_dir, out_dir, *words, report=False):
     """The same inside this process: seconds faster, and tests can reach in. Returns the exit code."""
     argv, handlers = sys.argv, [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    start_report = process_script.Log.start_report
+    process_script.Log.start_report = start_report if report else lambda log: None
     sys.argv = ["train.py", *TINY, f"--data_dir={data_dir}", f"--out_dir={out_dir}", *map(str, words)]
     try:
         train_script.main()
     except SystemExit as ended:
         return ended.code
     finally:
-        sys.argv = argv
+        sys.argv, process_script.Log.start_report = argv, start_report
         for signum, handler in handlers:
             signal.signal(signum, handler)
 
