@@ -24,7 +24,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = ROOT, os.path.join(ROOT, "tests")
 
 import torch  # noqa: E402
-from conftest import TINY, checkpoint, column, rows, sentences, write_data  # noqa: E402
+from conftest import TINY, checkpoint, column, sentences, write_data  # noqa: E402
 
 import process  # noqa: E402
 import train  # noqa: E402
