@@ -279,27 +279,31 @@ def write_checkpoint(path, content, step):
     A crash between any two of these leaves the older checkpoints whole and this one either absent or without its json,
     which no reader trusts. Raises OSError; then nothing of it stays behind.
     """
-    partial, folder = path + ".tmp", os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
+    said_path, folder, made = path[:-len(".pt")] + ".json", os.path.dirname(path), [path + ".tmp"]
+    if not os.path.isdir(folder):
+        os.makedirs(folder)
+        prepare.fsync_folder(os.path.dirname(folder))
     try:
-        with open(partial, "wb") as f:
+        with open(path + ".tmp", "wb") as f:
             torch.save(content, f)
             f.flush()
             os.fsync(f.fileno())
-        said = dict(bytes=os.path.getsize(partial), sha256=sha256_of(partial), step=step)
+        said = dict(bytes=os.path.getsize(path + ".tmp"), sha256=sha256_of(path + ".tmp"), step=step)
         with contextlib.suppress(FileNotFoundError):  # of a bad file of the same name
-            os.unlink(path[:-len(".pt")] + ".json")
-        os.rename(partial, path)
+            os.unlink(said_path)
+        os.rename(path + ".tmp", path)
+        made = [path, said_path + ".tmp"]
         prepare.fsync_folder(folder)
-        prepare.write_atomically(path[:-len(".pt")] + ".json", json.dumps(said).encode())
+        prepare.write_atomically(said_path, json.dumps(said).encode())
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into RuntimeError
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
+        for name in made:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
         raise OSError(f"{path}: {error}") from error
     return said["bytes"]
 
 
-def delete_old(out_dir, c, newest):
+def delete_old(out_dir, c, newest, warn):
     """Of each kind keeps the last keep_last up to step `newest`, the one just verified, and every keep_every-th.
 
     Files of later steps were passed over as bad at the start: they neither count nor go.
@@ -307,9 +311,12 @@ def delete_old(out_dir, c, newest):
     for kind in ("step", "weights"):
         for step, path in [found for found in saved_steps(out_dir, (kind,)) if found[0] <= newest][c.keep_last:]:
             if not (c.keep_every and step % c.keep_every == 0):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path[:-len(".pt")] + ".json")
-                os.unlink(path)
+                try:
+                    for name in (path[:-len(".pt")] + ".json", path):
+                        if os.path.exists(name):
+                            os.unlink(name)
+                except OSError as error:
+                    warn(f"WARNING: an old checkpoint stays: {error}")
 
 
 def moments_by_name(model, optimizers):
@@ -570,9 +577,10 @@ def save(run, kind):
                 run.log.say(f"{path} is replaced, {reason}; the old one is kept as .corrupt")
                 os.rename(path, path + ".corrupt")
             written = write_checkpoint(path, content, step)
-            delete_old(c.out_dir, c, step)
         except OSError as failed:
             error = str(failed)
+        else:
+            delete_old(c.out_dir, c, step, run.log.say)
     error = run.ranks.gather(error)[0]
     if error:
         run.log.event("alarm", step, kind="save_failed", message=error, action="older checkpoints kept, going on")

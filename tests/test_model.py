@@ -15,10 +15,13 @@ from model import (
     KVCache,
     Shape,
     Transformer,
+    causality_leak,
     count_parameters,
     describe,
+    first_nonfinite,
     flops_per_token,
     parameter_groups,
+    parameters_of,
 )
 
 SMALL = Shape(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_hidden=48, block_size=24, eot_id=96)
@@ -189,6 +192,27 @@ def test_rotary_angles_stay_fp32_when_the_weights_are_bfloat16():
     model = make().bfloat16()
     assert model.cos.dtype == torch.float32 and model.tok_emb.weight.dtype == torch.bfloat16
     assert torch.equal(model.cos, make().cos) and model(ids(1, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("change", [dict(), dict(tie_embeddings=False), dict(n_kv_head=4, n_layer=3, ffn_hidden=24)])
+def test_parameters_counted_from_the_structure_are_those_of_the_model(change):
+    shape = Shape(**{**SMALL.__dict__, **change})
+    assert parameters_of(shape) == count_parameters(Transformer(shape))
+
+
+def test_a_model_that_sees_later_tokens_is_noticed(monkeypatch):
+    model, real = make(), F.scaled_dot_product_attention
+    assert causality_leak(model) == 0
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: real(*a, **k | dict(is_causal=False)))
+    assert causality_leak(model) > 1e-3
+
+
+def test_the_first_module_with_a_non_finite_output_is_named():
+    model, x = make(), ids(6, 8).view(3, 2, 8)
+    largest = max(model(part).abs().max().item() for part in x)
+    assert first_nonfinite(model, x, x) == dict(module=None, gradient=None, logit=pytest.approx(largest))
+    model.layers[1].w_up.weight.data[0, 0] = torch.nan
+    assert first_nonfinite(model, x, x)["module"] == "layers.1.w_up"
 
 
 def test_decay_falls_on_matrices_alone_and_every_parameter_is_in_one_group():

@@ -479,7 +479,7 @@ def test_a_save_cut_off_at_any_operation_leaves_the_older_or_the_newer_checkpoin
             content = dict(model={"w": torch.full((1000,), float(step))}, step=step)
             try:
                 script.write_checkpoint(f"{out}/ckpt/step_{step:08d}.pt", content, step)
-                script.delete_old(out, c, step)
+                script.delete_old(out, c, step, print)
                 seen += ["whole"] if step == 2 else []
             except Killed:
                 seen.append("cut")
