@@ -263,10 +263,12 @@ class Log:
         """The end in run.json and a last report, if the run ever began; out_dir is free for another process."""
         if self.run:
             self.record(status=status, exit_code=exit_code)
-            for _ in range(2):  # one that runs still does not know the end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a stop has 30 s under torchrun
                 if self.reporter:
-                    self.reporter.wait()
+                    self.reporter.wait(10)  # it does not know the end yet
                 self.start_report()
+                if self.reporter:
+                    self.reporter.wait(10)
         for file in self.files.values():
             os.close(file)
         self.files = {}

@@ -384,32 +384,33 @@ def duration(seconds):
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
 
 
-def open_out_dir(c, rank, start_id):
-    """Rank 0 locks out_dir, clears what an interrupted save left and writes `start_id`, which every other rank must
-    find there: out_dir is one file system for all nodes. Returns rank 0's lock. Raises Refused."""
-    ckpt, lock, mark = os.path.join(c.out_dir, "ckpt"), None, os.path.join(c.out_dir, ".start_id")
+def open_out_dir(c, start_id):
+    """Locks out_dir, clears what an interrupted save left, writes `start_id`. Returns the lock. Raises Refused."""
+    ckpt = os.path.join(c.out_dir, "ckpt")
     try:
-        if rank == 0:
-            os.makedirs(c.out_dir, exist_ok=True)
-            lock = prepare.lock(c.out_dir)
-            for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
-                if re.fullmatch(r"(step|weights)_\d+\.(pt|json)\.tmp", name):
-                    os.unlink(os.path.join(ckpt, name))
-            prepare.write_atomically(mark, start_id.encode())
-        for _ in range(100):  # a network file system may show it late
-            with contextlib.suppress(FileNotFoundError), open(mark, encoding="utf-8") as f:
-                if f.read() == start_id:
-                    break
-            time.sleep(0.1)
-        else:
-            raise Refused(f"out_dir {os.path.realpath(c.out_dir)} on {socket.gethostname()} is not the folder that "
-                          f"rank 0 writes to: all nodes need one shared file system for it")
+        os.makedirs(c.out_dir, exist_ok=True)
+        lock = prepare.lock(c.out_dir)
+        for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
+            if re.fullmatch(r"(step|weights)_\d+\.(pt|json)\.tmp", name):
+                os.unlink(os.path.join(ckpt, name))
+        prepare.write_atomically(os.path.join(c.out_dir, ".start_id"), start_id.encode())
     except OSError as error:
         raise Refused(f"out_dir {c.out_dir} can't be written: {error.strerror}") from None
     if c.init_from == "scratch" and saved_steps(c.out_dir):
         raise Refused(f"init_from=scratch, but {c.out_dir}/ckpt holds checkpoints: take another --out_dir, or "
                       f"init_from=auto to go on")
     return lock
+
+
+def see_out_dir(c, start_id):
+    """Raises Refused where this rank's out_dir is not the folder that rank 0 locked: nodes must share it."""
+    for _ in range(100):  # a network file system may show it late
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(c.out_dir, ".start_id"), encoding="utf-8") as f:
+            if f.read() == start_id:
+                return
+        time.sleep(0.1)
+    raise Refused(f"out_dir {os.path.realpath(c.out_dir)} on {socket.gethostname()} is not the folder that rank 0 "
+                  f"writes to: all nodes need one shared file system for it")
 
 
 def check_room(c, n_params):
@@ -602,7 +603,9 @@ def begin(c, ranks, stop, log):
     corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
     if len(set(ranks.gather(corpus.fingerprint))) > 1:
         raise Refused(f"data_dir {c.data_dir} holds different data on different nodes: copy one folder to all")
-    log.lock = ranks.together(open_out_dir, c, ranks.rank, ranks.gather(uuid.uuid4().hex)[0])
+    start_id = ranks.gather(uuid.uuid4().hex)[0]
+    log.lock = ranks.together(*(open_out_dir, c, start_id) if ranks.rank == 0 else (lambda: None,))
+    ranks.together(see_out_dir, c, start_id)
     newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
     path = ranks.gather(newest and newest[1])[0]  # rank 0 verifies once and tells the others
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path else None
