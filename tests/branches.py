@@ -202,9 +202,9 @@ def main(folder):
         for cuts in all_cuts:
             out = f"{base}.{'_'.join(map(str, cuts))}"
             line(name, ranks, " and ".join(map(str, cuts)), branch(f"{base}.straight", out, ranks, words, cuts))
-        for forget in FORGET if name == "eager" else ():
-            found = control(f"{base}.straight", f"{base}.8", ranks, words, forget)
-            line(f"control: no {forget}", ranks, "8", found, must_differ=True)
+        for forget in FORGET if name == "eager" else ():  # in the first epoch: at another, no windows is refused
+            found = control(f"{base}.straight", f"{base}.7", ranks, words, forget)
+            line(f"control: no {forget}", ranks, "7", found, must_differ=True)
     print(f"{count} branches, {failed} wrong")
     return failed > 0
 
