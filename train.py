@@ -648,8 +648,10 @@ def begin(c, ranks, stop, log):
     log.say(f"first pass     {first_pass_s:.1f} s, compile included; loss {initial_loss:.4f}{expected}")
     if ranks.rank == 0:
         log.start_record(run, initial_loss, fresh=not path)
+    train_bytes = sum(source["bytes"] for source in corpus.sources("train").values())
     log.event("run_start", run.state["step"], start=kind, world=ranks.world, vocab_size=run.shape.vocab_size,
-              n_params=count_parameters(run.model), first_pass_s=first_pass_s, compiled=compiled)
+              n_params=count_parameters(run.model), first_pass_s=first_pass_s, compiled=compiled,
+              bytes_per_token=train_bytes / corpus.tokens("train"))
     logged_steps = sorted({1, c.max_steps, *range(c.log_interval, c.max_steps, c.log_interval)})
     log.event("plan", run.state["step"], plan=[[s, learning_rate(s, c)] for s in logged_steps])
     log.say("planned rate   " + ", ".join(f"step {s}: {learning_rate(s, c):.3g}" for s in sorted(

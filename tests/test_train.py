@@ -80,7 +80,7 @@ def test_the_logged_crc_is_that_of_the_windows_in_the_file(straight, data_dir):
 def test_an_epoch_counter_goes_on_over_a_small_corpus_and_max_epochs_refuses(tmp_path, capsys):
     data = write_data(str(tmp_path / "data"), ["x" * 60] * 4, val_share=0.25)
     tokens = sum(s["tokens"] for s in prepare.Corpus(data).sources("train").values())
-    assert train_here(data, tmp_path / "out", "--global_batch_tokens=64", "--max_steps=20") == 0
+    assert train_here(data, tmp_path / "out", "--global_batch_tokens=64", "--max_steps=20", "--guard=off") == 0
     assert column(tmp_path / "out", "epoch")[-1] == 20 * 2 / ((tokens - 32) // 32)
     assert "warning: the data is read" in capsys.readouterr().out
     with pytest.raises(Refused, match="max_epochs=1"):
