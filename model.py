@@ -388,7 +388,11 @@ def newest_verified(out_dir, kinds=("step", "weights"), warn=lambda message: Non
 
 
 def load_weights(path, warn=lambda message: None):
-    """(fp32 state dict, Shape, whole checkpoint) on the CPU, from a run folder or checkpoint file. Raises Refused."""
+    """(fp32 state dict, Shape, whole checkpoint) on the CPU, from a run folder, a checkpoint file, an export folder or
+    its .safetensors file. Raises Refused."""
+    if path.endswith(".safetensors") or os.path.exists(os.path.join(path, "model.safetensors")):
+        from export import read_llama
+        return read_llama(path)
     if os.path.isdir(path):
         newest = newest_verified(path, warn=warn)
         if newest is None:
