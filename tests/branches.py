@@ -10,9 +10,11 @@ resume without the RNG, the moments or the count of windows, and must differ.
 import contextlib
 import glob
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+os.environ["PYTHONPATH"] = os.pathsep.join((ROOT, os.path.join(ROOT, "tests")))  # where a fork server looks
 sys.path[:0] = ROOT, os.path.join(ROOT, "tests")
 
 import torch  # noqa: E402
@@ -67,25 +70,19 @@ def work(words, cut=0, forget=None):
         if saved and saved[0] == STEPS:  # nothing is saved after the last step
             hold()
         return real(*args)
+    def load(*args, **options):
+        loaded = real_load(*args, **options)
+        return loaded | {forget: FORGET[forget]} if isinstance(loaded, dict) and "rng" in loaded else loaded
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(process.Log, "start_report", lambda log: None))
         if cut:
             stack.enter_context(mock.patch.object(train, "save", save))
             stack.enter_context(mock.patch.object(train, "evaluate", evaluate))
         if forget:
-            stack.enter_context(mock.patch.object(
-                torch, "load", lambda *a, **k: real_load(*a, **k) | {forget: FORGET[forget]}))
+            stack.enter_context(mock.patch.object(torch, "load", load))
         sys.argv = ["train.py", *words]
         train.main()
-
-
-def begin(ranks, words, cut=0, forget=None, **env):
-    """That process, or torchrun with so many of them. Its screen goes to OUT_DIR.screen."""
-    out = words[-1].partition("=")[2]
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    with open(f"{out}.screen", "a") as screen:
-        return subprocess.Popen([sys.executable, *launcher, os.path.abspath(__file__), "run", str(cut), forget or "-",
-                                 *words], stdout=screen, stderr=screen, cwd=ROOT, env=os.environ | env)
 
 
 def children(pid):
@@ -94,33 +91,91 @@ def children(pid):
     return []
 
 
-def kill(job):
-    """SIGKILL to torchrun and its ranks, each of which leads a session of its own; returns when all are gone."""
-    pids = [job.pid, *children(job.pid)]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    job.wait()
-    while any(os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2]
-              for pid in pids):
-        time.sleep(0.01)
+class Torchrun:
+    """That process, or torchrun with so many of them. Its screen goes to OUT_DIR.screen."""
+
+    def __init__(self, ranks, words, cut=0, forget=None):
+        launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        with open(f"{words[-1].partition('=')[2]}.screen", "a") as screen:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, os.path.abspath(__file__), "run", str(cut), forget or "-", *words],
+                stdout=screen, stderr=screen, cwd=ROOT)
+
+    def code(self):
+        """None while it runs, then its exit code."""
+        return self.process.poll()
+
+    def kill(self):
+        """SIGKILL to torchrun and to its ranks, each of which leads a session of its own."""
+        pids = [self.process.pid, *children(self.process.pid)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):  # init has to collect them
+            time.sleep(0.01)
 
 
-def run(ranks, words, cut=0, forget=None, timeout=600):
-    """One process or torchrun from its start to its end or cut. Raises AssertionError for any other end."""
+context = multiprocessing.get_context("forkserver")  # its server imports torch once; each rank is a fork, ready at once
+context.set_forkserver_preload(["torch._dynamo", "branches"])
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def as_rank(function, rank, ranks, port, output, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    screen = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    try:
+        function(*args)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # exits with 2 on a refusal
+        sys.exit(1)
+
+
+class Forked:
+    """The same ranks without torchrun and its seconds, for the test suite: `function` in each."""
+
+    def __init__(self, ranks, words, *args, function=work):
+        port, output = free_port(), f"{words[-1].partition('=')[2]}.screen"
+        self.processes = [context.Process(target=as_rank, args=(function, rank, ranks, port, output, (words, *args)))
+                          for rank in range(ranks)]
+        for rank in self.processes:
+            rank.start()
+
+    def code(self):
+        """None while one runs, then the exit code farthest from 0."""
+        codes = [rank.exitcode for rank in self.processes]
+        return None if None in codes else max(codes, key=abs)
+
+    def kill(self):
+        for rank in self.processes:
+            rank.kill()
+            rank.join()
+
+
+def run(ranks, words, cut=0, forget=None, launch=Torchrun, timeout=600):
+    """A run from its start to its end or cut. Raises AssertionError for any other end."""
     out = words[-1].partition("=")[2]
-    job, began = begin(ranks, words, cut, forget), time.time()
-    while job.poll() is None and time.time() - began < timeout:
+    job, began = launch(ranks, words, cut, forget), time.time()
+    while job.code() is None and time.time() - began < timeout:
         if cut and len(glob.glob(f"{out}.held.*")) == ranks:
-            kill(job)
+            job.kill()
             for path in glob.glob(f"{out}.held.*"):
                 os.unlink(path)
             return
         time.sleep(0.02)
-    if job.poll() is None:
-        kill(job)
+    code = job.code()
+    if code is None:
+        job.kill()
     with open(f"{out}.screen", errors="replace") as f:
-        assert job.returncode == 0 and not cut, f"ended with {job.returncode}:\n{f.read()[-3000:]}"
+        assert code == 0 and not cut, f"ended with {code}:\n{f.read()[-3000:]}"
 
 
 # ---- what must be equal
@@ -160,20 +215,20 @@ def resumed_as_cut(out, cuts):
             [lines[i]["step"] for i in starts] == list(cuts))
 
 
-def branch(straight, out, ranks, words, cuts):
+def branch(straight, out, ranks, words, cuts, launch=Torchrun):
     """Cuts a run after the saves of `cuts`, goes on, and returns what differs from `straight`. As the last process
     found it, the folder is kept in OUT.cut."""
     for cut in cuts:
-        run(ranks, [*words, f"--out_dir={out}"], cut)
+        run(ranks, [*words, f"--out_dir={out}"], cut, launch=launch)
     shutil.copytree(out, f"{out}.cut")
-    run(ranks, [*words, f"--out_dir={out}"])
+    run(ranks, [*words, f"--out_dir={out}"], launch=launch)
     return compare(straight, out) + ([] if resumed_as_cut(out, cuts) else ["steps made after the resume"])
 
 
-def control(straight, out, ranks, words, forget):
+def control(straight, out, ranks, words, forget, launch=Torchrun):
     """What differs when the run that was cut in `out` is gone on with by a process that forgets something."""
     shutil.copytree(f"{out}.cut", f"{out}.{forget}")
-    run(ranks, [*words, f"--out_dir={out}.{forget}"], forget=forget)
+    run(ranks, [*words, f"--out_dir={out}.{forget}"], forget=forget, launch=launch)
     return compare(straight, f"{out}.{forget}")
 
 
