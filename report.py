@@ -3,76 +3,32 @@
     python report.py out                 writes out/report.md and out/report.png
     python report.py out/a out/b         several runs side by side, written into the first
 
-Works at any time, also on a run that is still going, was killed, or never got far. train.py asks `diagnose` at every
-logged line and starts this script at every evaluation.
+Works at any time, also on a run that is still going, was killed, or never got far. train.py starts it at every
+evaluation and at the end.
 """
+import contextlib
+import fcntl
+import io
 import json
 import math
 import os
-from typing import NamedTuple
+import sys
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from config import Refused, load
 
 import numpy as np
 
-# What a curve can show: kind -> (what you see, likely causes, the first thing to check).
-SYMPTOMS = dict(
-    flat=("the loss stays where it started",
-          "the rate is zero; the optimizer does not step; the weights are frozen",
-          "`lr` and `grad_norm` in log.jsonl; `python preflight.py` compares weights before and after an update"),
-    diverging=("the loss rises, or starts far over ln V",
-               "the rate is too high; no clipping; the loss is not divided by the accumulation",
-               "loss at step 1 against ln V; then a third of the rate, with --grad_clip=1"),
-    too_fast=("the loss starts far under ln V, or falls faster than language allows",
-              "the causal mask is off; targets leak into the inputs; the same few documents over and over",
-              "`python preflight.py` (causality, inputs and targets side by side); duplicates in the corpus"),
-    overfitting=("val loss rises while train loss falls",
-                 "too little data for the size and the number of epochs",
-                 "`epoch` in log.jsonl; more documents, fewer steps, a smaller model; the checkpoint of the best val"),
-    oscillating=("the loss swings up and down by more than its batches differ",
-                 "the rate is too high (in the warm-up: its peak); numbers overflow in low precision",
-                 "half the rate or twice the warm-up; one short run with --dtype=float32"),
-    grad_pinned=("the gradient norm stays far over the clip",
-                 "the rate is too high; the clip is too low; the loss is not divided by the accumulation",
-                 "grad_norm at step 1; a lower rate, or a clip near the usual norm"),
-    grad_norm=("the gradient norm is over 100",
-               "the rate is too high; no clipping; bad initial weights",
-               "--grad_clip=1 and half the rate; the norm at step 1"),
-    spike=("one line of loss or gradient norm stands far over its neighbours",
-           "a bad batch; the rate is near its limit",
-           "the windows of that step in data/; if it comes back, a lower rate or beta2=0.95"),
-    low_mfu=("MFU is under 30%",
-             "waiting for data; a small micro-batch; compile off; a model too small for the device",
-             "data_ms against step_ms; `python bench.py --sweep=True`"),
-    data_wait=("over 5% of the time goes into waiting for data",
-               "a slow or shared disk; too few CPU cores",
-               "copy data/ to a local disk; cores per GPU"),
-    resume_jump=("the loss jumps behind a resume",
-                 "optimizer moments or step missing from the checkpoint; other data or rates",
-                 "what the `resume` line lists as changed; preflight's resume check"),
-)
+from diagnosis import EARLY, SYMPTOMS, diagnose
 
 
-class Finding(NamedTuple):
-    kind: str  # a key of SYMPTOMS
-    step: int
-    message: str  # what was seen, with its numbers
-    causes: str
-    check: str
-    stop: bool  # guard=stop ends the run here
-
-
-def read_log(out_dir, name="log.jsonl"):
-    """The lines of a log, in order; a half-written last one, or a broken one, is left out."""
-    rows = []
-    try:
-        with open(os.path.join(out_dir, name), encoding="utf-8", errors="replace") as f:
-            for line in f:
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    continue
-    except OSError:
-        pass
-    return [row for row in rows if isinstance(row, dict) and "event" in row and "step" in row]
+@dataclass(frozen=True)
+class Config:  # words without -- are run folders; none: out
+    gpu_hour_price: float = 0.0  # of one device; 0: what the run's settings say
+    currency: str = ""  # of that price; empty: what the run's settings say
+    budget_gpu_hours: float = 0.0  # of all these runs; 0: what the run's settings say
 
 
 def hours(n_params, tokens, devices, peak_tflops, mfu):
@@ -80,176 +36,421 @@ def hours(n_params, tokens, devices, peak_tflops, mfu):
     return 6 * n_params * tokens / (devices * peak_tflops * 1e12 * mfu) / 3600
 
 
-# Thresholds, with the runs that set them. A: 0.3M parameters, 8 windows of 128 tokens a step of the demo's data
-# (ln V = 8.32), AdamW at 2e-3, 300 steps. Each is a share of ln V or a multiple of the curve's own noise.
-EARLY = 200  # steps in which a scratch start is still cheap to end
-FLAT_AT, FLAT_NATS, FLAT_NOISE = 150, 0.1, 4.0  # A with rate 0: within 0.02; with 2000 steps of warm-up: falls by 1.5
-START_LOW, START_HIGH = 0.9, 1.25  # of ln V. A: 1.01; targets shifted by zero 0.72; two micro-batches not divided 2.0
-RISE_START = 0.05  # of ln V, over step 1. A at rate 0.2: +0.45 at step 9; at 0.02: never over it
-RISE_STEPS, RISE_NATS, RISE_NOISE = 50, 0.5, 6.0  # over the best median of so many steps
-SUSTAINED_NATS, SUSTAINED_NOISE = 0.3, 3.0  # over the level of step 200, for 200 steps
-FAST_BPB, FAST_TOKENS, FAST_BPB_LATER, FAST_BPB_EVER = 0.87, 2e7, 0.5, 0.35  # A at step 200: 2.2; without mask 0.76
-FAST_BELOW, FAST_RATIO = 0.68, 0.65  # of ln V; of the level 50 steps before. A: over 0.9; without mask 0.56
-SWING, SWING_NOISE = 0.08, 6.0  # of ln V. A at rate 0.06: 0.12 up and down within its warm-up
-OVERFIT_NATS = 0.1  # over the best val loss, in two evaluations, or three times that in one. A on 5 documents: 0.5, 1.3
-PINNED, NORM = 4.0, 100.0  # times the clip for 100 steps; absolute. A: 1.2 to 1.6 times
-SPIKE_NOISE, SPIKE_NATS, SPIKE_NORM = 8.0, 0.3, 10.0  # over the last 8 lines; times the median norm of 32
-JUMP_NOISE, JUMP_NATS = 5.0, 0.3
-LOW_MFU, DATA_WAIT, DATA_WAIT_MS = 0.30, 0.05, 2.0  # under 2 ms it is the hand-over between two threads
+# ---- reading one run
+
+def read_log(out_dir, name="log.jsonl"):
+    """The lines of a log, in order; a half-written last one, or a broken one, is left out."""
+    rows = []
+    with contextlib.suppress(OSError), open(os.path.join(out_dir, name), encoding="utf-8", errors="replace") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and "event" in row and "step" in row]
 
 
-def bytes_per_token(rows, vocab_size):
-    """What run_start says; else what byte-level BPE of that many ids holds: 3.0 at 4,096, 4.3 at 32,000, 1 at 257."""
-    said = next((row.get("bytes_per_token") for row in rows[:5] if row["event"] == "run_start"), None)
-    return said or max(1.0, 0.65 * math.log(vocab_size) - 2.4)
+def is_running(folder):
+    """Whether a train.py holds the folder's lock."""
+    try:
+        with open(os.path.join(folder, ".lock")) as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
-def noise_of(loss):
-    """Standard deviation of a curve around its trend, from the differences of neighbours. loss (n,)."""
-    if len(loss) < 4:
-        return 0.0
-    steps = np.diff(loss)
-    return 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
+def of(rows, *events):
+    return [row for row in rows if row["event"] in events]
 
 
-def swings(levels, least):
-    """How often a curve rose by `least` from its lowest and then fell by as much again. levels (n,)."""
-    count, rising, low, high = 0, False, math.inf, -math.inf
-    for level in levels:
-        low, high = min(low, level), max(high, level)
-        if not rising and level > low + least:
-            rising, high = True, level
-        elif rising and level < high - least:
-            count, rising, low = count + 1, False, level
-    return count
+def most(rows, key, default=0.0):
+    return max((row[key] for row in rows if row.get(key) is not None), default=default)
 
 
-def diagnose(rows, settings, vocab_size, world):
-    """What the curve up to its last row shows, as a list of Findings; a healthy one has none.
+def middle(rows, key):
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return float(np.median(values)) if values else None
 
-    rows: log.jsonl from the run's first start on; settings: train.Config as a dict; world: ranks. Reads the first 600
-    and the last 2,000 rows, so a line of a long run costs no more than one of a short run.
+
+def read_run(folder):
+    """A run folder as a namespace: its files, and figures that are None where nothing was recorded.
+
+    Raises Refused where there is no run at all.
     """
-    begin, recent = rows[:600], rows[-600:]
-    lines = [row for row in recent if row["event"] == "step" and row["loss"] is not None]
-    if not lines:
-        return []
-    first = next(row for row in begin + lines if row["event"] == "step" and row["loss"] is not None)
-    start = next((row for row in begin if row["event"] == "run_start"), {})
-    scratch = start.get("start", "scratch") == "scratch" and first["step"] == 1
-    step, every, ln_v = lines[-1]["step"], settings["log_interval"], math.log(vocab_size)
-    at, loss = (np.array([row[key] for row in lines]) for key in ("step", "loss"))
-    norm = np.array([math.inf if row["grad_norm"] is None else row["grad_norm"] for row in lines])
-    noise, early, found = noise_of(loss[-64:]), scratch and step <= EARLY, {}
+    if not any(os.path.exists(os.path.join(folder, name)) for name in ("log.jsonl", "run.json")):
+        raise Refused(f"{folder} holds no run (neither log.jsonl nor run.json): name the out_dir of a train.py run")
+    r = SimpleNamespace(name=os.path.normpath(folder), rows=read_log(folder),
+                        discarded=read_log(folder, "log.discarded.jsonl"))
+    for name in ("run", "meta", "bench", "preflight", "prepare"):
+        setattr(r, name, {})
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, f"{name}.json"), "rb") as f:
+            setattr(r, name, dict(json.load(f)))
+    r.steps, r.evals, r.starts = (of(r.rows, event) for event in ("step", "eval", "run_start"))
+    r.settings, r.eval = r.run.get("settings") or {}, (r.evals or [{}])[-1]
+    killed = r.run.get("status") == "running" and not is_running(folder)
+    r.status = "killed" if killed else r.run.get("status") or "not recorded"
+    r.world, r.n_params = r.run.get("device_count") or 1, r.run.get("n_params")
+    r.step, r.max_steps = most(r.rows, "step", 0), r.settings.get("max_steps") or 0
+    r.vocab_size = r.meta.get("vocab_size") or next((row.get("vocab_size") for row in r.starts), None)
+    r.elapsed_s, r.hours = (most(r.rows + r.discarded, key) for key in ("elapsed_s", "gpu_hours"))
+    r.memory, r.tokens_per_s = most(r.rows, "peak_memory_bytes", None), middle(r.steps, "tokens_per_s")
+    r.mfu, r.step_ms = middle(r.steps, "mfu"), middle(r.steps, "step_ms")
+    r.mishaps, r.findings = mishaps(r), history(r)
+    r.lost_hours = sum(lost or 0.0 for *_, lost in r.mishaps)
+    r.verdict = (", ".join(dict.fromkeys(f.kind for f in r.findings)) or "healthy curve") if r.steps else "no curve yet"
+    return r
 
-    def count(steps, least=3):
-        """Lines that cover so many steps."""
-        return max(least, -(-steps // every))
 
-    def say(kind, message, stop=False, causes=None):
-        found.setdefault(kind, Finding(kind, step, message, causes or SYMPTOMS[kind][1], SYMPTOMS[kind][2], stop))
+def mishaps(r):
+    """[(step, what was seen, likely cause, device-hours lost or None)] in the order they came."""
+    seen, begun = [], None
+    for i, row in enumerate(r.rows):
+        if row["event"] == "alarm":
+            cause = SYMPTOMS[row["kind"]][1] if row["kind"] in SYMPTOMS else row.get("action")
+            seen.append((row["step"], f"{row['kind']}: {row['message']}", cause, None))
+        elif row["event"] == "run_start" and begun:
+            gone = [x for x in r.discarded if begun["time"] <= x["time"] < row["time"]]
+            kept = [x for x in r.rows[:i] if not gone or x["time"] < gone[0]["time"]]
+            end = next(x for x in reversed(r.rows[:i]) if x["event"] in ("run_start", "stop", "run_end"))
+            how, cause = dict(stop=(f"stopped by {end.get('reason')}", "asked for, or the guard"),
+                              run_end=("finished", "more steps were asked for")).get(
+                end["event"], ("ended without a word", "killed, crashed, or the machine went away"))
+            again = f", {len(gone)} logged lines done again" if gone else ""
+            seen.append((row["step"], f"{how}; went on from step {row['step']}{again}", cause,
+                         most(gone, "gpu_hours") - most(kept, "gpu_hours") if gone else 0.0))
+            seen.append((row["step"], "loading and first pass of that restart", "",
+                         row["gpu_hours"] - most(r.rows[:i] + gone, "gpu_hours")))
+        begun = row if row["event"] == "run_start" else begun
+    if r.status in ("killed", "crashed", "guard") and r.rows:
+        safe = most(of(r.rows, "save"), "gpu_hours", most(r.starts[:1], "gpu_hours"))
+        seen.append((r.step, f"ended here, {r.status}: what follows the last save is lost", "",
+                     max(0.0, most(r.rows, "gpu_hours") - safe)))
+    return seen
 
-    # the start, before anything was learned
-    if early and first["loss"] > START_HIGH * ln_v:
-        micro = settings["global_batch_tokens"] / (world * settings["micro_batch_size"] * settings["block_size"])
-        divided = abs(first["loss"] / ln_v / micro - 1) > 0.1
-        say("diverging", f"loss {first['loss']:.3f} at step 1 is {first['loss'] / ln_v:.2f} times ln V = {ln_v:.3f}, "
-            f"and a step has {micro:g} micro-batches", True,
-            None if divided else "the loss is not divided by the accumulation")
-    if early and first["loss"] < START_LOW * ln_v:
-        say("too_fast", f"loss {first['loss']:.3f} at step 1, before anything was learned; ln V is {ln_v:.3f}", True,
-            "targets leak into the inputs (shifted by zero?); the causal mask is off")
 
-    # flat
-    third = max(1, len(loss) // 3)
-    fall = first["loss"] - float(np.mean(loss[-third:]))
-    if scratch and step >= FLAT_AT and len(loss) >= 3 and fall < min(
-            FLAT_NATS, FLAT_NOISE * noise * math.sqrt(1 + 1 / third)):
-        say("flat", f"loss {first['loss']:.3f} at step 1, {first['loss'] - fall:.3f} now", early,
-            "the learning rate is zero" if not any(row["lr"] for row in lines)
-            else "the optimizer does not step; the weights are frozen; the rate is far too low")
+def history(r):
+    """What `diagnose` had to say while the run went on; a kind again only after 200 steps without it."""
+    said, last = [], {}
+    at = [i + 1 for i, row in enumerate(r.rows) if row["event"] in ("step", "eval")]
+    for i in at[::-(-len(at) // 2000)] if at and r.settings and r.vocab_size else ():
+        for finding in diagnose(r.rows[:i], r.settings, r.vocab_size, r.world):
+            if finding.step - last.get(finding.kind, -math.inf) > EARLY:
+                said.append(finding)
+            last[finding.kind] = finding.step
+    return said
 
-    # rising: over its start, over its best, over its level at step 200
-    k = count(10)
-    if early and len(loss) >= k and (level := float(np.median(loss[-k:]))) > first["loss"] + RISE_START * ln_v:
-        say("diverging", f"loss {level:.3f} over the last {k} lines, {first['loss']:.3f} at step 1", True)
-    k = count(RISE_STEPS)
-    if len(loss) >= 2 * k:
-        levels = np.median(loss[len(loss) % k:].reshape(-1, k), axis=1)
-        best, level = float(levels[:-1].min()), float(levels[-1])
-        if level - best > max(RISE_NATS, RISE_NOISE * noise / math.sqrt(k)):
-            say("diverging", f"loss {level:.3f} over the last {k} lines, {best:.3f} before", early)
-    last = loss[at > step - EARLY]
-    if step >= 2 * EARLY and len(last) >= 3:
-        then = [row["loss"] for row in begin if row["event"] == "step" and row["step"] <= EARLY and row["loss"]]
-        level = float(np.median(then[-max(1, 50 // every):])) if then else math.inf
-        over = level + max(SUSTAINED_NATS, SUSTAINED_NOISE * noise / math.sqrt(len(last)))
-        if last.min() > level and np.median(last) > over:
-            found.pop("diverging", None)
-            say("diverging", f"loss {np.median(last):.3f} over the last {EARLY} steps, {level:.3f} at step {EARLY}",
-                True)
 
-    # falling faster than language allows; a second epoch can be learned by heart
-    k, size = count(5), bytes_per_token(begin, vocab_size)
-    level, bpb = float(np.median(loss[-k:])), float(np.median(loss[-k:])) / math.log(2) / size
-    lowest = FAST_BPB_EVER if step > EARLY else FAST_BPB if lines[-1]["tokens"] < FAST_TOKENS else FAST_BPB_LATER
-    before = loss[at <= step - 50][-k:]
-    before = float(np.median(before)) if len(before) else math.inf
-    if scratch and lines[-1]["epoch"] <= 1 and len(loss) >= k:
-        if bpb < lowest:
-            say("too_fast", f"loss {level:.3f} at step {step}, about {bpb:.2f} bits per byte", early)
-        elif before < FAST_BELOW * ln_v and level < FAST_RATIO * before:
-            say("too_fast", f"loss {before:.3f} fifty steps ago, {level:.3f} now", early)
+def where_time_went(r):
+    """{what: seconds}, together the time that passed. Waiting for data is inside the steps."""
+    spent, at, heard = dict.fromkeys(("steps", "evaluation", "saving", "start and first pass"), 0.0), 0, 0.0
+    for row in r.rows:
+        if row["event"] == "step":
+            spent["steps"] += (row["step"] - at) * row["step_ms"] / 1000
+        elif row["event"] == "run_start":
+            heard = max([heard, *(x["elapsed_s"] for x in r.discarded if x["time"] < row["time"])])
+            spent["start and first pass"] += row["elapsed_s"] - heard
+        spent["evaluation"] += row.get("seconds") or 0.0
+        spent["saving"] += (row.get("stall_ms") or 0.0) / 1000
+        at, heard = row["step"] if row["event"] in ("step", "run_start") else at, max(heard, row["elapsed_s"])
+    spent["work done again"] = sum(3600 / r.world * lost for _, what, _, lost in r.mishaps if "again" in what)
+    return spent | {"the rest": max(0.0, r.elapsed_s - sum(spent.values()))}
 
-    # val against train; the last evaluation of a run reads other tokens than those before it
-    part = rows[-2000:]
-    ends = {row["step"] for row in part if row["event"] == "run_end"} | {settings["max_steps"]}
-    evals = [row for row in part if row["event"] == "eval" and row["step"] not in ends and row["val_loss"] is not None]
-    if len(evals) >= 2:
-        best = min(evals[:-1], key=lambda row: row["val_loss"])
-        *_, previous, now = (row["val_loss"] - best["val_loss"] for row in evals)
-        then = [row["loss"] for row in part if row["event"] == "step" and row["step"] <= best["step"] and row["loss"]]
-        if now > OVERFIT_NATS and (previous > OVERFIT_NATS or now > 3 * OVERFIT_NATS) and (
-                not then or np.median(loss[-8:]) < np.median(then[-8:])):
-            say("overfitting", f"val loss {evals[-1]['val_loss']:.3f} at step {evals[-1]['step']}, "
-                f"{best['val_loss']:.3f} at step {best['step']}; train loss {np.median(loss[-8:]):.3f}, epoch "
-                f"{lines[-1]['epoch']:.2f}")
 
-    # up and down
-    k = 4 if len(loss) >= 16 else 1
-    levels = np.median(loss[-64:][len(loss[-64:]) % k:].reshape(-1, k), axis=1)
-    times = swings(levels, max(SWING * ln_v, SWING_NOISE * noise / math.sqrt(k)))
-    if times >= (1 if step <= EARLY else 2):
-        say("oscillating", f"loss between {levels.min():.3f} and {levels.max():.3f} within {len(levels) * k} lines, "
-            f"{times} time(s) up and down")
+# ---- words and tables
 
-    # the gradient
-    k, clip = count(100, 10), settings["grad_clip"]
-    if clip and step > settings["warmup_steps"] and len(norm) >= k and np.median(norm[-k:]) > PINNED * clip:
-        say("grad_pinned", f"gradient norm {np.median(norm[-k:]):.2f} over the last {k} lines, clipped to {clip:g}")
-    if len(norm) >= 3 and np.median(norm[-3:]) > NORM:
-        say("grad_norm", f"gradient norm {np.median(norm[-3:]):.1f}")
-    if len(loss) >= 13:
-        over, usual = loss[-1] - np.median(loss[-9:-1]), max(noise_of(loss[-65:-1]), 1e-9)
-        if over > max(SPIKE_NATS, SPIKE_NOISE * usual) or norm[-1] > SPIKE_NORM * np.median(norm[-33:-1]):
-            say("spike", f"loss {loss[-1]:.3f} (z {over / usual:.1f}), gradient norm {norm[-1]:.2f} (median "
-                f"{np.median(norm[-33:-1]):.2f})")
+def duration(seconds):
+    m, s = divmod(round(seconds), 60)
+    return f"{m // 60}h{m % 60:02}m" if m >= 60 else f"{m}m{s:02}s" if m else f"{s}s"
 
-    # this process: speed, and how it took over
-    begun = max((i for i, row in enumerate(recent) if row["event"] == "run_start"), default=-1)
-    mine = [row for row in recent[begun + 1:] if row["event"] == "step"]
-    if len(mine) >= 4:
-        ms, wait = (sum(row[key] for row in mine[1:][-10:]) for key in ("step_ms", "data_ms"))
-        if waits := wait > DATA_WAIT * ms and wait / len(mine[1:][-10:]) > DATA_WAIT_MS:
-            say("data_wait", f"{wait / ms:.1%} of the time of a step")
-        mfu = [row["mfu"] for row in mine[1:][-10:] if row.get("mfu")]
-        if mfu and np.median(mfu) < LOW_MFU:
-            say("low_mfu", f"MFU {np.median(mfu):.1%}", causes="waiting for data" if waits else
-                "compile is off; a small micro-batch" if not settings["compile"] else None)
-    resume = next((row for row in recent[max(begun, 0):] if row["event"] == "resume"), None)
-    if resume and 2 <= len(mine) <= 10:
-        then, now = loss[at <= resume["step"]][-8:], loss[at > resume["step"]][:5]
-        if len(then) and len(now) > 1 and np.median(now) - np.median(then) > max(
-                JUMP_NATS, JUMP_NOISE * noise_of(then) * math.sqrt(1 / len(then) + 1 / len(now))):
-            say("resume_jump", f"loss {np.median(then):.3f} before step {resume['step']}, {np.median(now):.3f} after")
-    return list(found.values())
+
+def cell(value, form="{}"):
+    return "not measured" if value is None or value == "" else form.format(value)
+
+
+def table(title, head, rows):
+    """Lines of a markdown table."""
+    rows = [[str(x).replace("|", "/").replace("\n", " ") for x in row] for row in [head, ["---"] * len(head), *rows]]
+    return [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def basics(r):
+    """{what: text or nothing}"""
+    s, run, sources = r.settings, r.run, r.meta.get("splits", {}).get("train", {})
+    micro = s and s["global_batch_tokens"] // (r.world * s["micro_batch_size"] * s["block_size"])
+    return {
+        "state": r.status + (f", exit code {run['exit_code']}" if run.get("exit_code") is not None else ""),
+        "start": run.get("started") and time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run["started"])),
+        "duration": r.elapsed_s and duration(r.elapsed_s),
+        "hardware": run.get("device") and f"{r.world} x {run['device']}",
+        "link": run.get("link") or (run and "none: one process"),
+        "parallelism": s and f"data parallel over {r.world}, {micro} x {s['micro_batch_size']} windows of "
+                             f"{s['block_size']} tokens each a step",
+        "precision": s.get("dtype"),
+        "model": r.n_params and f"{r.n_params:,} parameters, {s['n_layer']} layers of width {s['n_embd']}",
+        "data": sources and ", ".join(f"{name} {source['tokens']:,}" for name, source in sources.items()) + " tokens",
+        "steps": r.max_steps and f"{r.step:,} of {r.max_steps:,}",
+        "tokens read": r.steps and f"{r.steps[-1]['tokens']:,}, {r.steps[-1]['epoch']:.2f} epochs",
+        "code": run.get("commit") and run["commit"][:12] + (", with local changes" if run.get("dirty") else ""),
+        "torch": run.get("versions", {}).get("torch")}
+
+
+def speed(r):
+    """{what: (estimate of bench.json, measured, their format)}, None where there is none."""
+    b, alone = r.bench, 1.0 if r.world == 1 else None
+    if b.get("tokens_per_s") and b.get("speedup") and r.tokens_per_s:
+        alone = r.tokens_per_s / b["tokens_per_s"] * b["speedup"]
+    return {"tokens/s": (b.get("tokens_per_s"), r.tokens_per_s, "{:,.0f}".format),
+            "MFU (6N)": (b.get("mfu"), r.mfu, "{:.1%}".format),
+            "step": (b.get("step_ms"), r.step_ms, "{:,.1f} ms".format),
+            "peak memory": (b.get("peak_memory_bytes"), r.memory, lambda n: f"{n / 2**30:.2f} GiB"),
+            "speed-up over one device": (b.get("speedup"), alone, "{:.2f}".format),
+            "device-hours": (b.get("est_gpu_hours"), r.hours or None, "{:.3g}".format),
+            "duration": (b["est_hours"] * 3600 if b.get("est_hours") else None, r.elapsed_s or None, duration)}
+
+
+def quality(r):
+    """{what: number or None}"""
+    found = {"loss before the first update": r.run.get("initial_loss"),
+             "train loss, median of the last 10 lines": middle(r.steps[-10:], "loss")}
+    for name, source in {"val": r.eval, **(r.eval.get("sources") or {})}.items():
+        found |= {f"{name} {what}": source.get(f"val_{key}") for key, what in (
+            ("loss", "loss"), ("ppl", "perplexity"), ("bpb", "bits per byte"))}
+    return found
+
+
+def gap(r):
+    """The difference between estimate and measurement, in words."""
+    said = [f"{what} {form(now)}, {now / estimate - 1:+.1%} against the estimate." for what, (estimate, now, form)
+            in speed(r).items() if estimate and now and what in ("tokens/s", "peak memory", "duration")]
+    if not said:
+        said.append("No estimate to compare with: `python bench.py` with this run's settings makes one.")
+    if r.mfu and r.n_params and r.max_steps:
+        peak = 6 * r.n_params * r.tokens_per_s / r.mfu / r.world / 1e12
+        tokens = r.max_steps * r.settings["global_batch_tokens"]
+        said.append(f"All {r.max_steps:,} steps are {hours(r.n_params, tokens, r.world, peak, r.mfu):.3g} h of pure "
+                    f"training at the MFU measured, {hours(r.n_params, tokens, r.world, peak, 0.4):.3g} h at 40%.")
+    parts = [f"{what} {s / r.elapsed_s:.1%}" for what, s in where_time_went(r).items() if r.elapsed_s and s]
+    waits = sum(row["data_ms"] for row in r.steps) / max(1e-9, sum(row["step_ms"] for row in r.steps))
+    if parts:
+        said.append(f"Where the time went: {', '.join(parts)}; of the steps {waits:.1%} was waiting for data.")
+    return " ".join(said)
+
+
+def costs(runs, c):
+    """Lines of the cost table: device-hours and money an item, over all runs."""
+    settings = next((r.settings for r in runs if r.settings.get("gpu_hour_price")), runs[0].settings)
+    price, budget = (getattr(c, key) or settings.get(key) or 0 for key in ("gpu_hour_price", "budget_gpu_hours"))
+    items = {name: [getattr(r, key).get("device_hours") for r in runs] for name, key in (
+        ("data", "prepare"), ("smoke test (preflight)", "preflight"), ("bench", "bench"))}
+    items["run"] = [r.hours - r.lost_hours if r.rows else None for r in runs]
+    items["reruns: lost work, restarts"] = [r.lost_hours if r.rows else None for r in runs]
+    items = {name: [x for x in parts if x is not None] for name, parts in items.items()}
+    rows = [(name, sum(parts) if parts else None) for name, parts in items.items()]
+    rows.append(("**total**", sum(x or 0.0 for _, x in rows)))
+    lines = [(name, cell(x, "{:.4g}"), "not measured" if x is None else f"{x * price:,.2f}" if price else "")
+             for name, x in rows]
+    if budget:
+        lines.append(("budget", f"{budget:g}", f"{rows[-1][1] / budget:.1%} used"))
+    money = c.currency or settings.get("currency") or "USD" if price else "money: no --gpu_hour_price was given"
+    return table("Cost", ("", "device-hours", money), lines)
+
+
+def five_questions(runs):
+    """What changed, what was fixed, what ran, what came out, what is still open: a list in markdown."""
+    settings, first = [r.settings for r in runs], runs[0].settings
+    keys = [key for key in first if key not in ("out_dir", "question", "note")]
+    differ = [key for key in keys if any(s.get(key) != first[key] for s in settings)]
+    changed = [f"`{key}` {' / '.join(str(s.get(key)) for s in settings)}" for key in differ]
+    if len(runs) == 1 and runs[0].run.get("command"):
+        changed = [f"against the defaults: `train.py{runs[0].run['command'].partition('train.py')[2]}`"]
+    changed += [f"on resume at step {row['step']}: " + ", ".join(f"`{key}` {a} → {b}" for key, (a, b) in
+                row["changed"].items()) for r in runs for row in of(r.rows, "resume") if row.get("changed")]
+    fixed = [f"data {'/'.join(sorted({str(r.run.get('data_fingerprint'))[:12] for r in runs}))}"]
+    fixed += [f"{key} {first[key]}" for key in (
+        "seed", "n_layer", "n_embd", "block_size", "global_batch_tokens", "optimizer", "learning_rate", "lr_schedule",
+        "warmup_steps") if key in keys and key not in differ]
+    ran = [f"{r.name}: {r.status}, {r.step:,} of {r.max_steps:,} steps in {len(r.starts)} start(s), {r.hours:.3g} "
+           f"device-hours" for r in runs]
+    out = [f"{r.name}: val loss {cell(r.eval.get('val_loss'), '{:.4f}')}, {cell(r.eval.get('val_bpb'), '{:.4f}')} bits "
+           f"per byte; {r.verdict}" for r in runs]
+    opened = [f"{what} not measured" for what, key in (("speed before the run", "bench"), ("preflight", "preflight"))
+              if not any(getattr(r, key) for r in runs)]
+    for r in runs:
+        if r.status != "finished":
+            to_go = r.max_steps - r.step
+            opened.append(f"{r.name}: {to_go:,} steps to go, {duration(to_go * (r.step_ms or 0) / 1000)} of training")
+        opened += [f"{r.name}: why {f.kind} at step {f.step}" for f in r.findings]
+        opened += [f"{r.name}: its code is in no commit"] if r.run.get("dirty") else []
+    if len({s.get("seed") for s in settings}) == 1:
+        opened.append("one seed: how much of this is chance is not known")
+    if not any(r.run.get("test_scorings") for r in runs):
+        opened.append("the test split is unread")
+    asked = [s[key] for s in settings for key in ("question", "note") if s.get(key)]
+    answers = {"Asked": asked, "What changed": changed, "What was fixed": fixed, "What ran": ran, "What came out": out,
+               "What is still open": opened}
+    return [f"- **{title}:** {'; '.join(dict.fromkeys(parts)) or 'nothing recorded'}."
+            for title, parts in answers.items() if parts or title != "Asked"]
+
+
+# ---- the picture
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999933")  # Okabe and Ito: told apart by all eyes
+RED, GREY = "#D55E00", "#777777"
+
+
+def smooth(values):
+    """Running median over a twentieth of the curve, at most 51 lines. values (n,)."""
+    k = min(51, max(3, len(values) // 20)) // 2
+    return np.array([np.median(values[max(0, i - k):i + k + 1]) for i in range(len(values))])
+
+
+def draw_loss(axes, r, color, several):
+    """One run's train and val loss. Returns the lowest and the highest value worth showing, or nothing."""
+    lines = [row for row in r.steps if row["loss"] is not None]
+    at, loss = [row["step"] for row in lines], np.array([row["loss"] for row in lines])
+    shown = [*np.quantile(loss, (0, 0.98)), *loss[:1]] if lines else []
+    axes.plot(at, loss, color=color, alpha=0.3, linewidth=0.8)
+    axes.plot(at, smooth(loss), color=color, linewidth=2, label=f"{r.name} train" if several else "train")
+    names = [""] if several else ["", *(r.eval.get("sources") or ())]
+    for name, tint in zip(names, [color] if several else [RED, *COLORS[1:] * 9], strict=False):
+        values = [(row.get("sources", {}).get(name, {}) if name else row).get("val_loss") for row in r.evals]
+        points = [(row["step"], x) for row, x in zip(r.evals, values, strict=True) if x is not None]
+        whole = r.status == "finished" and len(points) > 1  # the last evaluation alone reads all of val
+        label = f"{r.name} val" if several else f"val {name}" if name else "val, all sources"
+        if points:
+            axes.plot(*zip(*points[:-1] if whole else points, strict=True), color=tint, marker="o", markersize=4,
+                      linewidth=1.3)
+            axes.plot(*points[-1], color=tint, marker="D", markersize=8, linestyle="",
+                      label=f"{label} {points[-1][1]:.3f}")
+            shown += [value for _, value in points]
+    saves = [row["step"] for row in of(r.rows, "save")]
+    axes.plot(saves, [0.012] * len(saves), "^", color=color if several else GREY, markersize=7,
+              transform=axes.get_xaxis_transform(), label="checkpoint" if saves and not several else None)
+    return shown
+
+
+def plot(runs, path):
+    """report.png, 1600 x 1000: the loss, large; beside and below it rate, gradient norm, speed, data wait, memory."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
+                         "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False})
+    figure, r, several, shown = plt.figure(figsize=(16, 10), dpi=100), runs[0], len(runs) > 1, []
+    grid = figure.add_gridspec(3, 3, left=0.05, right=0.955, top=0.9, bottom=0.06, wspace=0.22, hspace=0.36)
+    large = figure.add_subplot(grid[:2, :2])
+    places = dict(lr=grid[0, 2], grad_norm=grid[1, 2], tokens_per_s=grid[2, 0], wait=grid[2, 1], memory=grid[2, 2])
+    small, clip = {name: figure.add_subplot(place) for name, place in places.items()}, r.settings.get("grad_clip")
+    for run, color in zip(runs, COLORS * len(runs), strict=False):
+        shown += draw_loss(large, run, color, several)
+        memory = [(row["step"], row["peak_memory_bytes"] / 2**30) for row in run.rows if row.get("peak_memory_bytes")]
+        waits = [(row["step"], 100 * row["data_ms"] / row["step_ms"]) for row in run.steps]
+        curves = {key: [(row["step"], row[key]) for row in run.steps if row[key] is not None]
+                  for key in ("lr", "grad_norm", "tokens_per_s")} | dict(wait=waits, memory=memory)
+        for name, points in curves.items():
+            small[name].plot(*zip(*points or [(0, math.nan)], strict=True), color=color, linewidth=1.5,
+                             marker="o" if name == "memory" else None)
+        marks = [(row["step"], row["kind"]) for row in of(run.rows, "alarm")]
+        marks += [(row["step"], dict(resume="resume", stop=f"stop: {row.get('reason')}")[row["event"]])
+                  for row in of(run.rows, "resume", "stop")]
+        for i, (step, what) in enumerate(sorted(marks)):
+            tint = GREY if what == "resume" or several else RED
+            for axes in (large, *small.values()):
+                axes.axvline(step, color=tint, linewidth=1, linestyle="--", alpha=0.8)
+            large.text(step, 0.16 - 0.035 * (i % 4), f" {what}", color=tint, fontsize=10,
+                       transform=large.get_xaxis_transform())
+    if r.vocab_size and shown:
+        shown.append(math.log(r.vocab_size))
+        large.axhline(shown[-1], color=GREY, linewidth=1, linestyle=":")
+        large.text(1, shown[-1], "ln V: nothing learned", ha="right", va="bottom", fontsize=10, color=GREY,
+                   transform=large.get_yaxis_transform())
+    if shown:
+        low, high = min(shown), min(max(shown), 2 * sorted(shown)[len(shown) // 2] + 2)
+        large.set_ylim(low - 0.12 * (high - low), high + 0.06 * (high - low))
+        large.legend(loc="upper right", bbox_to_anchor=(1, 0.94), framealpha=0.9, edgecolor="none")
+    else:
+        large.text(0.5, 0.5, "no loss was logged yet", ha="center", color=GREY, transform=large.transAxes)
+    norms = [row["grad_norm"] for run in runs for row in run.steps if row["grad_norm"] is not None]
+    small["grad_norm"].set_ylim(0, 1.5 * float(np.quantile(norms, 0.98)) if norms else 1)
+    small["grad_norm"].axhline(clip or math.nan, color=GREY, linewidth=1, linestyle=":")
+    if r.mfu and r.tokens_per_s:
+        share = 100 * r.mfu / r.tokens_per_s
+        right = small["tokens_per_s"].secondary_yaxis("right", functions=(lambda y: y * share, lambda y: y / share))
+        right.set_ylabel("MFU, %")
+    titles = ("learning rate", f"gradient norm, clipped to {clip:g}" if clip else "gradient norm",
+              "tokens/s" if r.mfu else "tokens/s (no MFU: peak unknown)", "waiting for data, % of a step",
+              "peak memory, GiB")
+    for axes, title in zip((large, *small.values()), ("loss, nats a token", *titles), strict=True):
+        axes.set_title(title)
+        axes.set_xlim(0, 1.02 * max(1, *(run.step for run in runs)))
+    for name in ("tokens_per_s", "wait", "memory"):
+        small[name].set_ylim(bottom=0)
+        small[name].set_xlabel("step")
+    title, about = f"{len(runs)} runs side by side", f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')}"
+    if not several:
+        title = f"{r.name} · {r.status} at step {r.step:,} of {r.max_steps:,} · {r.verdict}"
+        about += f" · {duration(r.elapsed_s)}"
+    figure.text(0.05, 0.965, title, fontsize=16, fontweight="bold")
+    figure.text(0.05, 0.94, about, fontsize=11, color=GREY)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    plt.close(figure)
+    write(path, picture.getvalue())
+
+
+def write(path, data):
+    """Renamed into place: no reader meets half a file, and two reports at once don't meet either."""
+    with open(f"{path}.{os.getpid()}.tmp", "wb") as f:
+        f.write(data)
+    os.replace(f.name, path)
+
+
+def write_report(out_dirs, c=None):
+    """Writes report.md and report.png into the first of the run folders. Returns their paths. Raises Refused."""
+    c, runs = c or Config(), [read_run(folder) for folder in out_dirs]
+    several, names = len(runs) > 1, [r.name for r in runs] if len(runs) > 1 else ["this run"]
+    facts, speeds, results = ([figures(r) for r in runs] for figures in (basics, speed, quality))
+    lines = [f"# {', '.join(r.name for r in runs)}", "", *five_questions(runs), "", "![curves](report.png)", "",
+             "## Diagnosis", ""]
+    for r in runs:
+        lines += [f"- {r.name}: {r.verdict}", *(f"  - step {f.step}, **{f.kind}**: {f.message}. Likely: {f.causes}. "
+                                                f"First check: {f.check}." for f in r.findings)]
+    lines += ["", *table("Basics", ["", *names], [[key, *(cell(f[key] or None) for f in facts)] for key in facts[0]])]
+    lines += table("Speed", ["", *(f"{name} {what}".removeprefix("this run ") for name in names
+                                   for what in ("estimate", "measured"))],
+                   [[key, *("not measured" if x is None else f[key][2](x) for f in speeds for x in f[key][:2])]
+                    for key in speeds[0]])
+    lines += [f"{r.name}: {gap(r)}\n" for r in runs]
+    rows = []
+    for key in dict.fromkeys(key for result in results for key in result):
+        values = [result.get(key) for result in results]
+        known = [x for x in values if x is not None]
+        chance = [f"{np.mean(known):.4f} ± {np.std(known, ddof=1):.4f}" if len(known) > 1 else ""] if several else []
+        rows.append([key, *(cell(x, "{:.4f}") for x in values), *chance])
+    lines += table("Quality", ["", *names, *(["mean ± standard deviation"] if several else [])], rows)
+    lines += [f"{r.name}: val as of step {r.eval['step']}, " + ("all its tokens" if r.status == "finished" else
+              f"its first {r.settings.get('eval_tokens', 0):,} tokens at most") + ".\n" for r in runs if r.eval]
+    lines += costs(runs, c)
+    lines += table("Mishaps", ("step", "what was seen", "likely cause", "device-hours lost"), [
+        (step, (f"{r.name}: " if several else "") + what, cause, "" if lost is None else f"{lost:.4f}")
+        for r in runs for step, what, cause, lost in r.mishaps] or [("", "none", "", "")])
+    seen = {f.kind for r in runs for f in r.findings} | {row["kind"] for r in runs for row in of(r.rows, "alarm")}
+    lines += table("What you see, why, what to do", ("", "what you see", "likely cause", "what to do first"), [
+        ("**seen**" if kind in seen else "", f"{what} ({kind})", cause, check)
+        for kind, (what, cause, check) in SYMPTOMS.items()])
+    paths = [os.path.join(out_dirs[0], name) for name in ("report.md", "report.png")]
+    write(paths[0], "\n".join(lines).encode())
+    plot(runs, paths[1])
+    return paths
+
+
+def main():
+    folders = []
+    c = load(Config, sys.argv[1:], __doc__, positional=folders)
+    print("\n".join(write_report(folders or ["out"], c)))
+
+
+if __name__ == "__main__":
+    main()

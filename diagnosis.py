@@ -1,0 +1,229 @@
+"""What a training curve shows: a pure function over the lines of log.jsonl.
+
+train.py asks at every logged line, report.py asks again of the whole log: both get the same answer.
+"""
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+# What a curve can show: kind -> (what you see, likely causes, the first thing to check).
+SYMPTOMS = dict(
+    flat=("the loss stays where it started",
+          "the rate is zero; the optimizer does not step; the weights are frozen",
+          "`lr` and `grad_norm` in log.jsonl; `python preflight.py` compares weights before and after an update"),
+    diverging=("the loss rises, or starts far over ln V",
+               "the rate is too high; no clipping; the loss is not divided by the accumulation",
+               "loss at step 1 against ln V; then a third of the rate, with --grad_clip=1"),
+    too_fast=("the loss starts far under ln V, or falls faster than language allows",
+              "the causal mask is off; targets leak into the inputs; the same few documents over and over",
+              "`python preflight.py` (causality, inputs and targets side by side); duplicates in the corpus"),
+    overfitting=("val loss rises while train loss falls",
+                 "too little data for the size and the number of epochs",
+                 "`epoch` in log.jsonl; more documents, fewer steps, a smaller model; the checkpoint of the best val"),
+    oscillating=("the loss swings up and down by more than its batches differ",
+                 "the rate is too high (in the warm-up: its peak); numbers overflow in low precision",
+                 "half the rate or twice the warm-up; one short run with --dtype=float32"),
+    grad_pinned=("the gradient norm stays far over the clip",
+                 "the rate is too high; the clip is too low; the loss is not divided by the accumulation",
+                 "grad_norm at step 1; a lower rate, or a clip near the usual norm"),
+    grad_norm=("the gradient norm is over 100",
+               "the rate is too high; no clipping; bad initial weights",
+               "--grad_clip=1 and half the rate; the norm at step 1"),
+    spike=("one line of loss or gradient norm stands far over its neighbours",
+           "a bad batch; the rate is near its limit",
+           "the windows of that step in data/; if it comes back, a lower rate or beta2=0.95"),
+    low_mfu=("MFU is under 30%",
+             "waiting for data; a small micro-batch; compile off; a model too small for the device",
+             "data_ms against step_ms; `python bench.py --sweep=True`"),
+    data_wait=("over 5% of the time goes into waiting for data",
+               "a slow or shared disk; too few CPU cores",
+               "copy data/ to a local disk; cores per GPU"),
+    resume_jump=("the loss jumps behind a resume",
+                 "optimizer moments or step missing from the checkpoint; other data or rates",
+                 "what the `resume` line lists as changed; preflight's resume check"),
+)
+
+
+class Finding(NamedTuple):
+    kind: str  # a key of SYMPTOMS
+    step: int
+    message: str  # what was seen, with its numbers
+    causes: str
+    check: str
+    stop: bool  # guard=stop ends the run here
+
+
+# Thresholds, with the runs that set them. A: 0.3M parameters, 8 windows of 128 tokens a step of the demo's data
+# (ln V = 8.32), AdamW at 2e-3, 300 steps. Each is a share of ln V or a multiple of the curve's own noise.
+EARLY = 200  # steps in which a scratch start is still cheap to end
+FLAT_AT, FLAT_NATS, FLAT_NOISE = 150, 0.1, 4.0  # A with rate 0: within 0.02; with 2000 steps of warm-up: falls by 1.5
+START_LOW, START_HIGH = 0.9, 1.25  # of ln V. A: 1.01; targets shifted by zero 0.72; two micro-batches not divided 2.0
+RISE_START = 0.05  # of ln V, over step 1. A at rate 0.2: +0.45 at step 9; at 0.02: never over it
+RISE_STEPS, RISE_NATS, RISE_NOISE = 50, 0.5, 6.0  # over the best median of so many steps
+SUSTAINED_NATS, SUSTAINED_NOISE = 0.3, 3.0  # over the level of step 200, for 200 steps
+FAST_BPB, FAST_TOKENS, FAST_BPB_LATER, FAST_BPB_EVER = 0.87, 2e7, 0.5, 0.35  # A at step 200: 2.2; without mask 0.76
+FAST_BELOW, FAST_RATIO = 0.68, 0.65  # of ln V; of the level 50 steps before. A: over 0.9; without mask 0.56
+SWING, SWING_NOISE = 0.08, 6.0  # of ln V. A at rate 0.06: 0.12 up and down within its warm-up
+OVERFIT_NATS = 0.1  # over the best val loss, in two evaluations, or three times that in one. A on 5 documents: 0.5, 1.3
+PINNED, NORM = 4.0, 100.0  # times the clip for 100 steps; absolute. A: 1.2 to 1.6 times
+SPIKE_NOISE, SPIKE_NATS, SPIKE_NORM = 8.0, 0.3, 10.0  # over the last 8 lines; times the median norm of 32
+JUMP_NOISE, JUMP_NATS = 5.0, 0.3
+LOW_MFU, DATA_WAIT, DATA_WAIT_MS = 0.30, 0.05, 2.0  # under 2 ms it is the hand-over between two threads
+
+
+def bytes_per_token(rows, vocab_size):
+    """What run_start says; else what byte-level BPE of that many ids holds: 3.0 at 4,096, 4.3 at 32,000, 1 at 257."""
+    said = next((row.get("bytes_per_token") for row in rows[:5] if row["event"] == "run_start"), None)
+    return said or max(1.0, 0.65 * math.log(vocab_size) - 2.4)
+
+
+def noise_of(loss):
+    """Standard deviation of a curve around its trend, from the differences of neighbours. loss (n,)."""
+    if len(loss) < 4:
+        return 0.0
+    steps = np.diff(loss)
+    return 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
+
+
+def swings(levels, least):
+    """How often a curve rose by `least` from its lowest and then fell by as much again. levels (n,)."""
+    count, rising, low, high = 0, False, math.inf, -math.inf
+    for level in levels:
+        low, high = min(low, level), max(high, level)
+        if not rising and level > low + least:
+            rising, high = True, level
+        elif rising and level < high - least:
+            count, rising, low = count + 1, False, level
+    return count
+
+
+def diagnose(rows, settings, vocab_size, world):
+    """What the curve up to its last row shows, as a list of Findings; a healthy one has none.
+
+    rows: log.jsonl from the run's first start on; settings: train.Config as a dict; world: ranks. Reads the first 600
+    and the last 2,000 rows, so a line of a long run costs no more than one of a short run.
+    """
+    begin, recent = rows[:600], rows[-600:]
+    lines = [row for row in recent if row["event"] == "step" and row["loss"] is not None]
+    if not lines:
+        return []
+    first = next(row for row in begin + lines if row["event"] == "step" and row["loss"] is not None)
+    start = next((row for row in begin if row["event"] == "run_start"), {})
+    scratch = start.get("start", "scratch") == "scratch" and first["step"] == 1
+    step, every, ln_v = lines[-1]["step"], settings["log_interval"], math.log(vocab_size)
+    at, loss = (np.array([row[key] for row in lines]) for key in ("step", "loss"))
+    norm = np.array([math.inf if row["grad_norm"] is None else row["grad_norm"] for row in lines])
+    noise, early, found = noise_of(loss[-64:]), scratch and step <= EARLY, {}
+
+    def count(steps, least=3):
+        """Lines that cover so many steps."""
+        return max(least, -(-steps // every))
+
+    def say(kind, message, stop=False, causes=None):
+        found.setdefault(kind, Finding(kind, step, message, causes or SYMPTOMS[kind][1], SYMPTOMS[kind][2], stop))
+
+    # the start, before anything was learned
+    if early and first["loss"] > START_HIGH * ln_v:
+        micro = settings["global_batch_tokens"] / (world * settings["micro_batch_size"] * settings["block_size"])
+        divided = abs(first["loss"] / ln_v / micro - 1) > 0.1
+        say("diverging", f"loss {first['loss']:.3f} at step 1 is {first['loss'] / ln_v:.2f} times ln V = {ln_v:.3f}, "
+            f"and a step has {micro:g} micro-batches", True,
+            None if divided else "the loss is not divided by the accumulation")
+    if early and first["loss"] < START_LOW * ln_v:
+        say("too_fast", f"loss {first['loss']:.3f} at step 1, before anything was learned; ln V is {ln_v:.3f}", True,
+            "targets leak into the inputs (shifted by zero?); the causal mask is off")
+
+    # flat
+    third = max(1, len(loss) // 3)
+    fall = first["loss"] - float(np.mean(loss[-third:]))
+    if scratch and step >= FLAT_AT and len(loss) >= 3 and fall < min(
+            FLAT_NATS, FLAT_NOISE * noise * math.sqrt(1 + 1 / third)):
+        say("flat", f"loss {first['loss']:.3f} at step 1, {first['loss'] - fall:.3f} now", early,
+            "the learning rate is zero" if not any(row["lr"] for row in lines)
+            else "the optimizer does not step; the weights are frozen; the rate is far too low")
+
+    # rising: over its start, over its best, over its level at step 200
+    k = count(10)
+    if early and len(loss) >= k and (level := float(np.median(loss[-k:]))) > first["loss"] + RISE_START * ln_v:
+        say("diverging", f"loss {level:.3f} over the last {k} lines, {first['loss']:.3f} at step 1", True)
+    k = count(RISE_STEPS)
+    if len(loss) >= 2 * k:
+        levels = np.median(loss[len(loss) % k:].reshape(-1, k), axis=1)
+        best, level = float(levels[:-1].min()), float(levels[-1])
+        if level - best > max(RISE_NATS, RISE_NOISE * noise / math.sqrt(k)):
+            say("diverging", f"loss {level:.3f} over the last {k} lines, {best:.3f} before", early)
+    last = loss[at > step - EARLY]
+    if step >= 2 * EARLY and len(last) >= 3:
+        then = [row["loss"] for row in begin if row["event"] == "step" and row["step"] <= EARLY and row["loss"]]
+        level = float(np.median(then[-max(1, 50 // every):])) if then else math.inf
+        over = level + max(SUSTAINED_NATS, SUSTAINED_NOISE * noise / math.sqrt(len(last)))
+        if last.min() > level and np.median(last) > over:
+            found.pop("diverging", None)
+            say("diverging", f"loss {np.median(last):.3f} over the last {EARLY} steps, {level:.3f} at step {EARLY}",
+                True)
+
+    # falling faster than language allows; a second epoch can be learned by heart
+    k, size = count(5), bytes_per_token(begin, vocab_size)
+    level, bpb = float(np.median(loss[-k:])), float(np.median(loss[-k:])) / math.log(2) / size
+    lowest = FAST_BPB_EVER if step > EARLY else FAST_BPB if lines[-1]["tokens"] < FAST_TOKENS else FAST_BPB_LATER
+    before = loss[at <= step - 50][-k:]
+    before = float(np.median(before)) if len(before) else math.inf
+    if scratch and lines[-1]["epoch"] <= 1 and len(loss) >= k:
+        if bpb < lowest:
+            say("too_fast", f"loss {level:.3f} at step {step}, about {bpb:.2f} bits per byte", early)
+        elif before < FAST_BELOW * ln_v and level < FAST_RATIO * before:
+            say("too_fast", f"loss {before:.3f} fifty steps ago, {level:.3f} now", early)
+
+    # val against train; the last evaluation of a run reads other tokens than those before it
+    part = rows[-2000:]
+    ends = {row["step"] for row in part if row["event"] == "run_end"} | {settings["max_steps"]}
+    evals = [row for row in part if row["event"] == "eval" and row["step"] not in ends and row["val_loss"] is not None]
+    if len(evals) >= 2:
+        best = min(evals[:-1], key=lambda row: row["val_loss"])
+        *_, previous, now = (row["val_loss"] - best["val_loss"] for row in evals)
+        then = [row["loss"] for row in part if row["event"] == "step" and row["step"] <= best["step"] and row["loss"]]
+        if now > OVERFIT_NATS and (previous > OVERFIT_NATS or now > 3 * OVERFIT_NATS) and (
+                not then or np.median(loss[-8:]) < np.median(then[-8:])):
+            say("overfitting", f"val loss {evals[-1]['val_loss']:.3f} at step {evals[-1]['step']}, "
+                f"{best['val_loss']:.3f} at step {best['step']}; train loss {np.median(loss[-8:]):.3f}, epoch "
+                f"{lines[-1]['epoch']:.2f}")
+
+    # up and down
+    k = 4 if len(loss) >= 16 else 1
+    levels = np.median(loss[-64:][len(loss[-64:]) % k:].reshape(-1, k), axis=1)
+    times = swings(levels, max(SWING * ln_v, SWING_NOISE * noise / math.sqrt(k)))
+    if times >= (1 if step <= EARLY else 2):
+        say("oscillating", f"loss between {levels.min():.3f} and {levels.max():.3f} within {len(levels) * k} lines, "
+            f"{times} time(s) up and down")
+
+    # the gradient
+    k, clip = count(100, 10), settings["grad_clip"]
+    if clip and step > settings["warmup_steps"] and len(norm) >= k and np.median(norm[-k:]) > PINNED * clip:
+        say("grad_pinned", f"gradient norm {np.median(norm[-k:]):.2f} over the last {k} lines, clipped to {clip:g}")
+    if len(norm) >= 3 and np.median(norm[-3:]) > NORM:
+        say("grad_norm", f"gradient norm {np.median(norm[-3:]):.1f}")
+    if len(loss) >= 13:
+        over, usual = loss[-1] - np.median(loss[-9:-1]), max(noise_of(loss[-65:-1]), 1e-9)
+        if over > max(SPIKE_NATS, SPIKE_NOISE * usual) or norm[-1] > SPIKE_NORM * np.median(norm[-33:-1]):
+            say("spike", f"loss {loss[-1]:.3f} (z {over / usual:.1f}), gradient norm {norm[-1]:.2f} (median "
+                f"{np.median(norm[-33:-1]):.2f})")
+
+    # this process: speed, and how it took over
+    begun = max((i for i, row in enumerate(recent) if row["event"] == "run_start"), default=-1)
+    mine = [row for row in recent[begun + 1:] if row["event"] == "step"]
+    if len(mine) >= 4:
+        ms, wait = (sum(row[key] for row in mine[1:][-10:]) for key in ("step_ms", "data_ms"))
+        if waits := wait > DATA_WAIT * ms and wait / len(mine[1:][-10:]) > DATA_WAIT_MS:
+            say("data_wait", f"{wait / ms:.1%} of the time of a step")
+        mfu = [row["mfu"] for row in mine[1:][-10:] if row.get("mfu")]
+        if mfu and np.median(mfu) < LOW_MFU:
+            say("low_mfu", f"MFU {np.median(mfu):.1%}", causes="waiting for data" if waits else
+                "compile is off; a small micro-batch" if not settings["compile"] else None)
+    resume = next((row for row in recent[max(begun, 0):] if row["event"] == "resume"), None)
+    if resume and 2 <= len(mine) <= 10:
+        then, now = loss[at <= resume["step"]][-8:], loss[at > resume["step"]][:5]
+        if len(then) and len(now) > 1 and np.median(now) - np.median(then) > max(
+                JUMP_NATS, JUMP_NOISE * noise_of(then) * math.sqrt(1 / len(then) + 1 / len(now))):
+            say("resume_jump", f"loss {np.median(then):.3f} before step {resume['step']}, {np.median(now):.3f} after")
+    return list(found.values())
