@@ -313,25 +313,6 @@ def test_a_killed_process_loses_only_the_steps_since_its_last_save(data_dir, str
     assert elapsed == sorted(elapsed)
 
 
-def test_two_ranks_see_the_same_batches_and_a_third_rank_goes_on_from_their_checkpoint(data_dir, tmp_path):
-    assert train_here(data_dir, tmp_path / "one", "--save_interval=4") == 0
-    code, out, err = train(data_dir, tmp_path / "two", "--max_steps=8", nproc=2)
-    assert code == 0, err
-    assert column(tmp_path / "two", "batch_crc") == column(tmp_path / "one", "batch_crc")
-    for key in ("loss", "grad_norm"):
-        assert np.allclose(column(tmp_path / "two", key), column(tmp_path / "one", key), rtol=1e-4)
-    two, one = (rows(tmp_path / name, "eval")[-1]["val_loss"] for name in ("two", "one"))
-    assert abs(two / one - 1) < 1e-4
-    assert len(checkpoint(tmp_path / "two", 8)["rng"]) == 2 and out.count("step 1/8") == 1
-    for name in (8,):
-        os.unlink(tmp_path / "two" / "ckpt" / f"step_0000000{name}.json")
-    code, out, err = train(data_dir, tmp_path / "two", nproc=3)
-    assert code == 0, err
-    assert column(tmp_path / "two", "batch_crc") == column(tmp_path / "one", "batch_crc")
-    assert np.allclose(column(tmp_path / "two", "loss"), column(tmp_path / "one", "loss"), rtol=1e-4)
-    assert "json is missing" in out and rows(tmp_path / "two", "resume")[0]["world_size"] == 3
-
-
 def test_a_damaged_checkpoint_is_passed_over_loudly(data_dir, straight, tmp_path, capsys):
     assert train_here(data_dir, tmp_path, "--dropout=0.1") == 0
     path = tmp_path / "ckpt" / "step_00000008.pt"
