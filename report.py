@@ -336,8 +336,9 @@ def plot(runs, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
-                         "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update({"font.size": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+                         "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False,
+                         "axes.spines.right": False})
     figure, r, several, shown = plt.figure(figsize=(16, 10), dpi=100), runs[0], len(runs) > 1, []
     grid = figure.add_gridspec(3, 3, left=0.05, right=0.955, top=0.9, bottom=0.06, wspace=0.22, hspace=0.36)
     large = figure.add_subplot(grid[:2, :2])
@@ -388,7 +389,8 @@ def plot(runs, path):
     for name in ("tokens_per_s", "wait", "memory"):
         small[name].set_ylim(bottom=0)
         small[name].set_xlabel("step")
-    title, about = f"{len(runs)} runs side by side", f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')}"
+    title = f"{len(runs)} runs side by side"
+    about = f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')}"
     if not several:
         title = f"{r.name} · {r.status} at step {r.step:,} of {r.max_steps:,} · {r.verdict}"
         about += f" · {duration(r.elapsed_s)}"
