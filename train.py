@@ -331,7 +331,7 @@ def restore(saved, model, optimizers, scaler, ranks, device, seed):
     for optimizer in optimizers:
         for name in (name for group in optimizer.param_groups for name in group["names"] if name in saved["optimizer"]):
             moments = saved["optimizer"][name].items()
-            optimizer.state[of[name]] = {key: value.to(of[name].device, copy=True) for key, value in moments}
+            optimizer.state[of[name]] = {key: value.to(of[name].device) for key, value in moments}
     if saved["scaler"]:  # empty unless it was an fp16 run
         scaler.load_state_dict(saved["scaler"])
     if ranks.rank < len(saved["rng"]):
@@ -608,7 +608,8 @@ def begin(c, ranks, stop, log):
     ranks.together(see_out_dir, c, start_id)
     newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
     path = ranks.gather(newest and newest[1])[0]  # rank 0 verifies once and tells the others
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path else None
+    # read whole on a CPU, where the moments then serve as they are; mapped on a GPU, where all are copied over
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=device.type == "cuda") if path else None
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
     changed = ranks.together(changes_since, saved, c, corpus.fingerprint) if saved else {}
     rows = report.read_log(c.out_dir)
@@ -617,7 +618,7 @@ def begin(c, ranks, stop, log):
         log.say(f"finished: {path} is of step {saved['step']}, max_steps is {c.max_steps}")
         return None
     run = ranks.together(build, c, ranks, stop, log, device, corpus, saved)
-    del saved  # it maps the file: the space of a checkpoint that is deleted meanwhile would not come back
+    del saved  # a mapped file keeps its space on disk when it is deleted
     batches = ranks.together(Batches, corpus, c, ranks, device, run.state["windows"])
     x, y, valid = batches.take()
 
