@@ -2,9 +2,11 @@
 
     python bench.py                                      every CUDA device with the 0.5B shape; without CUDA the demo's
     python bench.py config/train_120m.py --compile=False     any settings of train.py
+    python bench.py config/train_0p5b.py --sweep=True        which micro-batch, compile, checkpointing, devices
 
 Starts train.py itself, reads its log and stops it again before it would evaluate or save anything. Without data it
 trains on random ids. Every key of train.py is taken and passed on; the last ones of --help are this script's own.
+What it finds goes to out_dir/bench.json, where report.py looks for it.
 """
 import base64
 import hashlib
@@ -23,11 +25,13 @@ import numpy as np
 import torch
 
 from model import PEAK_TFLOPS, Shape, flops_per_token
-from prepare import PATTERN, SPLITS, Corpus, seal
+from prepare import PATTERN, SPLITS, Corpus, seal, write_atomically
+from report import hours, read_log
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 DROPPED = 3  # first steps: optimizer state is allocated, clocks and caches settle
 FEWEST, MOST = 5, 500  # measured steps
+SWEEP_S = 15  # of a sweep's single run
 MATRIX = dict(cuda=8192, cpu=4096)  # side of the product whose rate the step is compared with
 
 
@@ -36,6 +40,8 @@ class Config:  # main() puts these behind the keys of train.Config
     seconds: float = 60.0  # how long steps are measured, once the first three are done
     devices: int = 0  # processes, one a device; 0: all CUDA devices, else one
     vocab_size: int = 0  # of the random ids; 0: 32,000, and the demo's 4,096 for a bare run without CUDA
+    sweep: bool = False  # measure micro-batches, compile, checkpointing and numbers of devices beside each other
+    profile: str = ""  # write a trace of three steps of rank 0 to this file (for chrome://tracing or Perfetto)
 
 
 def write_random_data(folder, vocab_size, train_tokens):
@@ -61,13 +67,16 @@ def measured(rows):
     return [row for row in rows if row["event"] == "step"][DROPPED:]
 
 
+class Failed(Exception):
+    """train.py ended without enough measured steps; the message is what it said last."""
+
+
 def run_train(command, out_dir, seconds):
     """(lines of log.jsonl, run.json) of train.py, stopped by SIGTERM after `seconds` of measured steps.
 
-    Raises Refused with what train.py said when it refused; shows its last lines and exits 1 when it failed.
+    Raises Refused with what train.py said when it refused, Failed with its last lines when it failed.
     """
-    from report import read_log
-
+    os.makedirs(out_dir, exist_ok=True)
     shown, output = time.time(), os.path.join(out_dir, "output.txt")
     with open(output, "w") as screen:
         child = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
@@ -93,8 +102,7 @@ def run_train(command, out_dir, seconds):
         refused = [line for line in said if line.startswith("train.py: ")]  # torchrun hides the exit code 2
         if child.returncode == 2 or refused:
             raise Refused("; ".join(refused) or "; ".join(said[-3:]))
-        print("\n".join(["bench.py: train.py failed; its last lines:", *said[-20:]]), file=sys.stderr)
-        sys.exit(1)
+        raise Failed("\n".join(said[-20:]))
     with open(os.path.join(out_dir, "run.json"), encoding="utf-8") as f:
         return rows, json.load(f)
 
@@ -117,44 +125,145 @@ def matrix_product_tflops(device, dtype, seconds):
     return 2 * n**3 / float(np.median(times[1:])) / 1e12
 
 
-def peak_memory(rows):
-    """What train.py's log says last of its peak memory, in words."""
-    for row in reversed(rows):
-        if row.get("peak_memory_bytes"):
-            return f"{row['peak_memory_bytes'] / 2**30:.2f} GiB ({row['peak_memory_source']})"
-    return "not measured: train.py was ended before it could say"
-
-
-def report(rows, run, vocab_size, cuda, matrix_tflops):
-    """The lines a person reads, from train.py's own record and the rate of the matrix product."""
+def figures(rows, run, vocab_size):
+    """What a run measured, as bench.json has it: medians over its steps, a key that was not measured is None."""
     settings, world, steps = run["settings"], run["device_count"], measured(rows)
-    start = next(row for row in rows if row["event"] == "run_start")
-    (rate, *rates), (step_ms, *steps_ms), (data_ms, *_) = (spread(steps, key) for key in
-                                                           ("tokens_per_s", "step_ms", "data_ms"))
     flops = flops_per_token(run["n_params"], Shape.of(settings, vocab_size))  # 6N, attention included
-    reached = [f * rate / 1e12 for f in flops]  # TFLOP/s of all devices together
     peak = settings["peak_tflops"] or PEAK_TFLOPS.get(run["device"])
-    mfu = f"no peak is known for {run['device']}: no MFU (--peak_tflops=... gives one)"
-    if peak:
-        mfu = (f"{reached[0] / world / peak:.1%} (6N), {reached[1] / world / peak:.1%} (attention included) "
-               f"of {world} x {peak:g} TFLOP/s")
-    at_once = world if cuda else 1  # processes on one CPU share what the product had alone
-    shares = [r / (at_once * matrix_tflops) for r in reached]
-    return [
-        f"device          {world} x {run['device']}, {settings['dtype']}, {start['compiled']}",
-        f"model           {run['n_params']:,} parameters, context {settings['block_size']}, vocabulary {vocab_size:,}",
-        f"a step          {settings['global_batch_tokens']:,} tokens, micro-batch {settings['micro_batch_size']}",
-        f"measured        {len(steps)} steps in {steps[-1]['time'] - steps[0]['time']:.0f} s, {DROPPED} before them "
+    found = dict(device=run["device"], devices=world, n_params=run["n_params"], vocab_size=vocab_size,
+                 micro_batch_size=settings["micro_batch_size"], global_batch_tokens=settings["global_batch_tokens"],
+                 dtype=settings["dtype"], measured_steps=len(steps), peak_tflops=peak,
+                 measured_s=steps[-1]["time"] - steps[0]["time"], peak_memory_bytes=None, peak_memory_source=None)
+    for row in rows:
+        found |= {key: row[key] for key in ("first_pass_s", "compiled", "peak_memory_bytes", "peak_memory_source")
+                  if row.get(key)}
+    for key in ("tokens_per_s", "step_ms", "data_ms"):
+        found[key], *found[f"{key}_quartiles"] = spread(steps, key)
+    for key, f in zip(("", "_with_attention"), flops, strict=True):
+        found[f"tflops{key}"] = f * found["tokens_per_s"] / 1e12  # of all devices together
+        found[f"mfu{key}"] = found[f"tflops{key}"] / (world * peak) if peak else None
+    return found
+
+
+def estimate(c, found):
+    """What the run that the settings ask for takes at the measured speed; evaluation, saving, start are not in it."""
+    tokens = c.max_steps * c.global_batch_tokens
+    took = tokens / found["tokens_per_s"] / 3600
+    cost = took * found["devices"] * c.gpu_hour_price if c.gpu_hour_price else None
+    return dict(est_tokens=tokens, est_hours=took, est_gpu_hours=took * found["devices"], est_cost=cost)
+
+
+def lines_of(c, found):
+    """The lines a person reads."""
+    (r_low, r_high), (s_low, s_high) = found["tokens_per_s_quartiles"], found["step_ms_quartiles"]
+    side, memory, world, peak = MATRIX["cuda" if c.device == "cuda" else "cpu"], found["peak_memory_bytes"], \
+        found["devices"], found["peak_tflops"]
+    lines = [
+        f"device          {world} x {found['device']}, {found['dtype']}, {found['compiled']}",
+        f"model           {found['n_params']:,} parameters, context {c.block_size}, vocabulary {found['vocab_size']:,}",
+        f"a step          {found['global_batch_tokens']:,} tokens, micro-batch {found['micro_batch_size']}",
+        f"measured        {found['measured_steps']} steps in {found['measured_s']:.0f} s, {DROPPED} before them "
         f"dropped; medians, and in brackets the middle half",
-        f"tokens/s        {rate:,.0f}  ({rates[0]:,.0f} to {rates[1]:,.0f})",
-        f"step            {step_ms:,.1f} ms  ({steps_ms[0]:,.1f} to {steps_ms[1]:,.1f})",
-        f"data wait       {data_ms:.2f} ms, {data_ms / step_ms:.2%} of a step",
-        f"first pass      {start['first_pass_s']:.1f} s, compile included, not in the figures above",
-        f"peak memory     {peak_memory(rows)}",
-        f"matrix product  {matrix_tflops:.4g} TFLOP/s (side {MATRIX['cuda' if cuda else 'cpu']}, {settings['dtype']}, "
-        f"one device); the run reaches {shares[0]:.1%} of it (6N), {shares[1]:.1%} (attention included)",
-        f"MFU             {mfu}",
-    ]
+        f"tokens/s        {found['tokens_per_s']:,.0f}  ({r_low:,.0f} to {r_high:,.0f})",
+        f"step            {found['step_ms']:,.1f} ms  ({s_low:,.1f} to {s_high:,.1f})",
+        f"data wait       {found['data_ms']:.2f} ms, {found['data_ms'] / found['step_ms']:.2%} of a step",
+        f"first pass      {found['first_pass_s']:.1f} s, compile included, not in the figures above",
+        f"peak memory     {memory / 2**30:.2f} GiB ({found['peak_memory_source']})" if memory else
+        "peak memory     not measured: train.py was ended before it could say",
+        f"matrix product  {found['matrix_tflops']:.4g} TFLOP/s (side {side}, {found['dtype']}, one device); the run "
+        f"reaches {found['matrix_share']:.1%} of it (6N), {found['matrix_share_with_attention']:.1%} (with attention)",
+        f"MFU             {found['mfu']:.1%} (6N), {found['mfu_with_attention']:.1%} (with attention) of "
+        f"{world} x {peak:g} TFLOP/s" if peak else
+        f"MFU             no peak is known for {found['device']}: no MFU (--peak_tflops=... gives one)",
+        f"the whole run   {found['est_tokens']:,} tokens: {found['est_hours']:.3g} h, {found['est_gpu_hours']:.3g} "
+        f"device-hours" + (f", {found['est_cost']:,.2f} {c.currency}" if found["est_cost"] else "") +
+        ", without evaluation and saving"]
+    if peak:
+        at = [(mfu, hours(found["n_params"], found["est_tokens"], world, peak, mfu)) for mfu in (0.2, 0.3, 0.4, 0.5)]
+        lines.append("at other MFUs   " + ", ".join(f"{mfu:.0%}: {h:.1f} h" for mfu, h in at))
+    return lines
+
+
+# ---- one measurement, and many
+
+PROFILED = """
+import sys, torch, train
+sys.argv = ["train.py", *sys.argv[2:]]
+path, real = PATH, train.batch_crc
+prof = torch.profiler.profile(schedule=torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1),
+                              on_trace_ready=lambda p: p.export_chrome_trace(path))
+def step(x, y):
+    prof.step()
+    return real(x, y)
+if train.Ranks().rank == 0:
+    train.batch_crc = step
+    prof.start()
+train.main()
+"""
+
+
+def fit(c, world):
+    """The settings of a benched run: log every step, never evaluate or save, a global batch that the ranks divide."""
+    unit = world * c.micro_batch_size * c.block_size
+    max_steps = DROPPED + MOST + 1000  # stopped long before its end
+    return replace(c, global_batch_tokens=max(1, c.global_batch_tokens // unit) * unit, max_steps=max_steps,
+                   warmup_steps=max_steps, log_interval=1, max_epochs=0, eval_interval=0, sample_interval=0,
+                   save_interval=0, weights_interval=0, expect_params=0, init_from="scratch", guard="off")
+
+
+def measure(c, world, folder, seconds, vocab_size):
+    """`figures` of train.py on `world` devices with these settings. Raises Refused and Failed as run_train does."""
+    import train
+
+    c = replace(fit(c, world), out_dir=tempfile.mkdtemp(dir=folder, prefix="out."))
+    train.check(c)
+    Shape.of(c, vocab_size)  # refuses one that can't be
+    script = [os.path.join(HERE, "train.py")]
+    if c.profile:
+        script = [os.path.join(folder, "profiled.py"), HERE]
+        with open(script[0], "w") as f:
+            f.write("import sys; sys.path.insert(0, sys.argv[1])\n" + PROFILED.replace("PATH", repr(c.profile)))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
+    command = [sys.executable, *torchrun, *script, *to_argv(c, *(field.name for field in fields(train.Config)))]
+    return figures(*run_train(command, c.out_dir, seconds), vocab_size)
+
+
+def sweep(c, world, measure):
+    """Lines of a table: micro-batches until one is too large, the best with compile and checkpointing the other way,
+    then 1, 2, 4, ... devices. `measure(c, world)` gives figures. Returns (settings of the fastest, lines)."""
+    lines, best = ["micro  compile  checkpointing  devices       tokens/s       peak memory speed-up efficiency"], None
+
+    def row(c, n, alone=None):
+        head = f"{c.micro_batch_size:<6} {c.compile!s:<8} {c.activation_checkpointing!s:<14} {n:<7}"
+        try:
+            found = measure(c, n)
+        except Failed as failed:
+            memory = "out of memory" in str(failed).lower()
+            lines.append(f"{head} {'out of memory' if memory else 'failed: ' + str(failed).splitlines()[-1][:60]}")
+            return None
+        rate, memory = found["tokens_per_s"], found["peak_memory_bytes"]
+        line = f"{head} {rate:>14,.0f} {f'{memory / 2**30:.2f} GiB' if memory else 'not measured':>17}"
+        lines.append(line + (f" {rate / alone:>8.2f}x {rate / alone / n:>10.1%}" if alone else ""))
+        print(lines[-1], flush=True)
+        return rate
+
+    print(lines[0])
+    micro = 1
+    while micro * c.block_size * world <= c.global_batch_tokens:
+        tried = replace(c, micro_batch_size=micro)
+        if (rate := row(tried, world)) is None:
+            break
+        best = max(best or (rate, tried), (rate, tried), key=lambda pair: pair[0])
+        micro *= 2
+    if best is None:
+        raise Failed("\n".join(lines))
+    for change in (dict(compile=not c.compile), dict(activation_checkpointing=not c.activation_checkpointing)):
+        row(replace(best[1], **change), world)
+    alone, n = row(best[1], 1) if world > 1 else None, 2
+    while alone and n <= world:
+        row(best[1], n, alone)
+        n *= 2
+    return best[1], lines
 
 
 def main():
@@ -164,27 +273,24 @@ def main():
     class Settings(Config, train.Config):
         """Every key of train.py, then this script's own."""
 
-    argv, cuda = sys.argv[1:], torch.cuda.is_available()
+    argv, cuda, began = sys.argv[1:], torch.cuda.is_available(), time.time()
     named = any(not word.startswith("--") for word in argv)
     c = load(Settings, argv if named or not cuda else [os.path.join(HERE, "config", "train_0p5b.py"), *argv], __doc__)
     cuda = cuda and c.device != "cpu"  # no context is made here: train.py has the memory to itself
+    c = replace(c, device="cuda" if cuda else c.device)
     world = c.devices or (torch.cuda.device_count() if cuda else 1)
     if world < 1 or cuda and world > torch.cuda.device_count() or c.vocab_size < 0 or c.seconds < 0:
         raise Refused(f"devices={c.devices}, vocab_size={c.vocab_size} and seconds={c.seconds} must be 0 or more, and "
                       f"no more devices than there are")
-    unit = world * c.micro_batch_size * c.block_size
-    batch = max(1, c.global_batch_tokens // unit) * unit
-    if batch != c.global_batch_tokens:
+    train.check(c)
+    if (batch := fit(c, world).global_batch_tokens) != c.global_batch_tokens:
         print(f"notice: {world} device(s) x {c.micro_batch_size} windows do not divide {c.global_batch_tokens:,} "
               f"tokens; a step takes {batch:,}")
-    max_steps = DROPPED + MOST + 1000  # stopped long before its end, and so before the final evaluation
-    c = replace(c, global_batch_tokens=batch, max_steps=max_steps, warmup_steps=max_steps, log_interval=1, max_epochs=0,
-                eval_interval=0, save_interval=0, weights_interval=0, expect_params=0, init_from="scratch")
-    train.check(c)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))  # through run_train's finally
 
     with tempfile.TemporaryDirectory(prefix="bench.") as folder:
+        asked = c
         if os.path.exists(os.path.join(c.data_dir, "meta.json")):
             vocab_size = Corpus(c.data_dir, check=False).vocab_size
             print(f"data            {c.data_dir}")
@@ -193,17 +299,24 @@ def main():
             print(f"data            random ids, vocabulary {vocab_size:,}: {c.data_dir} holds no finished data")
             c = replace(c, data_dir=folder)
             write_random_data(folder, vocab_size, 4 * c.global_batch_tokens + 2 * c.block_size)
-        Shape.of(c, vocab_size)  # refuses one that can't be
-        c = replace(c, out_dir=os.path.join(folder, "out"))
-        os.makedirs(c.out_dir)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-        command = [sys.executable, *torchrun, os.path.join(HERE, "train.py"),
-                   *to_argv(c, *(field.name for field in fields(train.Config)))]
-        print(f"running         train.py on {world} device(s) for {c.seconds:g} s of steps, after start and compile",
-              flush=True)
-        rows, run = run_train(command, c.out_dir, c.seconds)
-    tflops = matrix_product_tflops("cuda" if cuda else "cpu", run["settings"]["dtype"], min(3.0, c.seconds))
-    print("\n".join(report(rows, run, vocab_size, cuda, tflops)))
+        table = []
+        try:
+            if c.sweep:
+                print(f"sweep           runs of train.py, {min(SWEEP_S, c.seconds):g} s of steps each")
+                c, table = sweep(c, world, lambda c, n: measure(c, n, folder, min(SWEEP_S, c.seconds), vocab_size))
+            print(f"running         train.py on {world} device(s) for {c.seconds:g} s of steps", flush=True)
+            found = measure(c, world, folder, c.seconds, vocab_size)
+        except Failed as failed:
+            sys.exit(f"bench.py: train.py failed; its last lines:\n{failed}")
+    rate = matrix_product_tflops("cuda" if cuda else "cpu", found["dtype"], min(3.0, c.seconds))
+    at_once = world if cuda else 1  # processes on one CPU share what the product had alone
+    found |= estimate(asked, found) | dict(matrix_tflops=rate, sweep=table)
+    for key in ("", "_with_attention"):
+        found[f"matrix_share{key}"] = found[f"tflops{key}"] / (at_once * rate)
+    print("\n".join(lines_of(c, found)))
+    found["device_hours"] = world * (time.time() - began) / 3600
+    os.makedirs(asked.out_dir, exist_ok=True)
+    write_atomically(os.path.join(asked.out_dir, "bench.json"), json.dumps(found, indent=1).encode())
 
 
 if __name__ == "__main__":

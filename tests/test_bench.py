@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -31,21 +31,32 @@ def log_of(rates, warm_up=(1.0, 2.0, 3.0)):
     return rows
 
 
+def bench_settings():
+    return replace(REFERENCE, max_steps=9536)
+
+
 def figures(rates, device="NVIDIA A100-SXM4-80GB", more=(), **settings):
     """{first word or two of a line: the rest} of the report."""
     run = dict(settings=asdict(REFERENCE) | settings, device=device, device_count=4, n_params=502_193_664)
-    lines = bench.report([*log_of(rates), *more], run, 32_000, True, 250.0)
+    c = replace(bench_settings(), device="cuda", gpu_hour_price=2.0)
+    found = bench.figures([*log_of(rates), *more], run, 32_000)
+    found |= bench.estimate(c, found) | dict(matrix_tflops=250.0)
+    for key in ("", "_with_attention"):
+        found[f"matrix_share{key}"] = found[f"tflops{key}"] / (4 * 250)
+    lines = bench.lines_of(c, found)
     return dict(re.split(r"  +", line, maxsplit=1) for line in lines)
 
 
 def test_mfu_of_the_reference_record_comes_out_both_ways():
     said = figures([163_399.0] * 7)
-    assert said["MFU"].startswith("39.5% (6N), 48.3% (attention included)") and "4 x 312" in said["MFU"]
+    assert said["MFU"].startswith("39.5% (6N), 48.3% (with attention)") and "4 x 312" in said["MFU"]
     assert said["tokens/s"].startswith("163,399") and said["step"].startswith("6,417")
     share = 6 * 502_193_664 * 163_399 / (4 * 250e12)
     assert f"reaches {share:.1%} of it (6N)" in said["matrix product"]
     assert said["first pass"].startswith("12.3 s")
     assert said["data wait"].startswith("2.00 ms, 0.03%")
+    assert said["the whole run"].startswith("9,999,220,736 tokens: 17 h, 68 device-hours, 135.99 USD")
+    assert "20%: 33.5 h, 30%: 22.4 h, 40%: 16.8 h, 50%: 13.4 h" in said["at other MFUs"]
 
 
 def test_slow_steps_and_the_warm_up_do_not_move_the_figures():
@@ -104,14 +115,28 @@ def test_a_run_is_stopped_once_enough_is_measured(tmp_path):
     assert rows[-1]["event"] == "stop" and run == {}
 
 
-def test_a_refusal_and_a_crash_of_train_keep_their_meaning(tmp_path, capfd):
+def test_a_refusal_and_a_crash_of_train_keep_their_meaning(tmp_path):
     refusing = "import sys; print('W: noise'); print('train.py: no such shape', file=sys.stderr); sys.exit({})"
     for code in (2, 1):  # 1 as from torchrun
         with pytest.raises(Refused, match="no such shape"):
             bench.run_train([sys.executable, "-c", refusing.format(code)], str(tmp_path), 1.0)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(bench.Failed, match="ValueError: boom"):
         bench.run_train([sys.executable, "-c", "raise ValueError('boom')"], str(tmp_path), 1.0)
-    assert ended.value.code == 1 and "ValueError: boom" in capfd.readouterr().err
+
+
+def test_a_sweep_survives_out_of_memory_and_takes_the_fastest_micro_batch():
+    asked = []
+
+    def measure(c, n):
+        asked.append((c.micro_batch_size, c.compile, c.activation_checkpointing, n))
+        if c.micro_batch_size > 2:
+            raise bench.Failed("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.")
+        return dict(tokens_per_s=100.0 * c.micro_batch_size * n, peak_memory_bytes=2**30)
+    c, lines = bench.sweep(train.Config(global_batch_tokens=16 * 256), 2, measure)
+    assert c.micro_batch_size == 2 and asked == [
+        (1, True, False, 2), (2, True, False, 2), (4, True, False, 2), (2, False, False, 2), (2, True, True, 2),
+        (2, True, False, 1), (2, True, False, 2)]
+    assert lines[3].endswith("out of memory") and lines[-1].endswith("2.00x     100.0%")
 
 
 def start_bench(folder, *argv):
@@ -130,7 +155,17 @@ def test_two_ranks_of_the_real_loop_are_measured_and_nothing_stays_behind(tmp_pa
     assert float(said["MFU"].split("%")[0]) == pytest.approx(100 * 6 * n_params * rate / 2e12, abs=0.051)
     assert said["device"].startswith("2 x") and "eager" in said["device"] and "GiB" in said["peak memory"]
     assert float(said["matrix product"].split()[0]) > 0 and "random ids, vocabulary 300" in said["data"]
-    assert not any(name.startswith(("bench", "none", "out")) for name in os.listdir(tmp_path))
+    assert not any(name.startswith(("bench", "none")) for name in os.listdir(tmp_path))
+    found = json.load(open(tmp_path / "out" / "bench.json"))
+    assert os.listdir(tmp_path / "out") == ["bench.json"] and found["devices"] == 2 and found["n_params"] == n_params
+    assert found["est_hours"] == pytest.approx(640 * 256 / found["tokens_per_s"] / 3600)
+
+
+def test_a_trace_of_three_steps_is_written_on_request(tmp_path):
+    trace = tmp_path / "trace.json"
+    code, out, err = finish(start_bench(tmp_path, "--seconds=0", f"--profile={trace}"))
+    assert code == 0, err
+    assert "aten::mm" in trace.read_text()
 
 
 def test_an_interrupted_bench_takes_its_run_along(tmp_path):
@@ -138,7 +173,7 @@ def test_an_interrupted_bench_takes_its_run_along(tmp_path):
     deadline, record = time.time() + 60, None
     while record is None and time.time() < deadline:
         time.sleep(0.1)
-        record = next(iter(tmp_path.glob("bench.*/out/run.json")), None)
+        record = next(iter(tmp_path.glob("bench.*/out.*/run.json")), None)
     pid = json.loads(record.read_text())["pid"]
     bench_run.send_signal(signal.SIGTERM)
     assert finish(bench_run)[0] == 143
