@@ -26,6 +26,7 @@ from conftest import (
 )
 
 import prepare
+import process
 import train as script
 from config import Refused, load
 from model import Shape, Transformer, load_weights, newest_verified
@@ -469,6 +470,184 @@ def test_a_save_cut_off_at_any_operation_leaves_the_older_or_the_newer_checkpoin
     assert len(seen) >= 10 and step == 2 and script.saved_steps(out) == [(2, path)]
 
 
+# ---- what a resume may change
+
+def test_a_resume_with_another_batch_goes_on_with_the_window_after_the_last_one_seen(data_dir, tmp_path, monkeypatch):
+    stop_after(monkeypatch, 4)
+    assert train_here(data_dir, tmp_path) == 143
+    with pytest.raises(Refused, match="global_batch_tokens: 384 -> 768"):
+        train_here(data_dir, tmp_path, "--global_batch_tokens=768")
+    assert train_here(data_dir, tmp_path, "--global_batch_tokens=768", "--allow_change=global_batch_tokens") == 0
+    ids = np.fromfile(f"{data_dir}/train.bin", dtype="<u2")
+    offsets = script.window_offsets(0, 4 * 12 + 4 * 24, (len(ids) - 32) // 32, 32, seed=1337)
+    crc = [zlib.crc32(ids[o:o + 33].astype("<u4").tobytes()) for o in offsets]
+    ends = [*range(0, 49, 12), *range(72, 145, 24)]
+    assert column(tmp_path, "batch_crc") == [sum(crc[a:b]) % 2**32 for a, b in zip(ends, ends[1:], strict=False)]
+    assert column(tmp_path, "tokens")[-1] == 144 * 32 and rows(tmp_path, "resume")[0]["changed"]["global_batch_tokens"]
+
+
+def test_dropout_and_micro_batch_may_change_on_a_resume_and_are_said(data_dir, straight, tmp_path, monkeypatch, capsys):
+    stop_after(monkeypatch, 4)
+    assert train_here(data_dir, tmp_path, "--dropout=0.1") == 143
+    assert train_here(data_dir, tmp_path, "--dropout=0", "--micro_batch_size=4") == 0
+    assert set(rows(tmp_path, "resume")[0]["changed"]) == {"dropout", "micro_batch_size"}
+    out = capsys.readouterr().out
+    assert "dropout: 0.1 -> 0.0" in out and "micro_batch_size: 2 -> 4" in out
+    assert column(tmp_path, "batch_crc") == column(straight, "batch_crc")
+    assert column(tmp_path, "loss")[4:] != column(straight, "loss")[4:]
+    assert np.allclose(column(tmp_path, "loss")[4:], column(straight, "loss")[4:], rtol=0.05)
+
+
+def test_two_gigabytes_of_windows_are_read_in_flat_memory(tmp_path):
+    tokens = 10**9
+    for split in prepare.SPLITS:
+        with open(tmp_path / f"{split}.bin", "wb") as f:
+            f.truncate(2 * tokens)
+    source = dict(offset=0, tokens=tokens, documents=1, bytes=1)
+    files = {f"{split}.bin": dict(bytes=2 * tokens, sha256="", blocks=[]) for split in prepare.SPLITS}
+    (tmp_path / "meta.json").write_text(json.dumps(dict(
+        vocab_size=257, eot_id=256, dtype="uint16", tokenizer={}, files=files,
+        splits={split: dict(all=source) for split in prepare.SPLITS})))
+    c = settings("--block_size=2048", "--global_batch_tokens=204800", "--micro_batch_size=10", "--max_steps=100")
+    batches = script.Batches(prepare.Corpus(str(tmp_path), check=False), c, process.Ranks(), torch.device("cpu"), 0)
+    resident = []
+    for _ in range(100):  # 10,000 windows, 41 MB of the file
+        x, y, valid = batches.take()
+        assert x.shape == y.shape == (10, 10, 2048) and valid == 204800
+        resident.append(int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE"))
+    assert max(resident[10:]) - resident[10] < 4e6
+
+
+# ---- Muon and fp16
+
+def test_muon_updates_the_matrices_as_torch_does_and_adamw_the_rest(data_dir, tmp_path):
+    words = ["--optimizer=muon", "--max_steps=1", "--warmup_steps=0", "--grad_clip=0"]
+    assert train_here(data_dir, tmp_path, *words) == 0
+    c, corpus = settings(*words), prepare.Corpus(data_dir)
+    torch.manual_seed(c.seed)
+    model = Transformer(Shape.of(c, corpus.vocab_size, corpus.eot_id))
+    n = (corpus.tokens("train") - 32) // 32
+    ids = torch.from_numpy(np.stack([corpus.read("train", o, 33) for o in script.window_offsets(0, 12, n, 32, c.seed)]))
+    F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if name.startswith("layers.") and p.dim() == 2]
+    assert len(matrices) == 2 * 7  # q, k, v, o and three of the feed-forward
+    others = [dict(params=[named["tok_emb.weight"]], weight_decay=0.1),
+              dict(params=[p for p in named.values() if p.dim() == 1], weight_decay=0.0)]
+    torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.95), eps=1e-8).step()
+    saved = checkpoint(tmp_path, 1)
+    for name, p in named.items():
+        far = (saved["model"][name] - p).abs()
+        assert far.mean() < 1e-5 and far.max() < 2e-3, (name, far.mean(), far.max())
+        assert set(saved["optimizer"][name]) == (
+            {"momentum_buffer"} if name.startswith("layers.") and p.dim() == 2 else {"step", "exp_avg", "exp_avg_sq"})
+    assert (saved["model"]["layers.0.wq.weight"] - Transformer(model.shape).layers[0].wq.weight).abs().mean() > 1e-3
+
+
+def test_a_muon_run_that_was_stopped_goes_on_bit_for_bit(data_dir, tmp_path, monkeypatch):
+    words = ("--optimizer=muon", "--dropout=0.1")
+    assert train_here(data_dir, tmp_path / "a", *words) == 0
+    stop_after(monkeypatch, 3)
+    assert train_here(data_dir, tmp_path / "b", *words) == 143
+    with pytest.raises(Refused, match="optimizer: muon -> adamw"):
+        train_here(data_dir, tmp_path / "b", "--dropout=0.1")
+    assert train_here(data_dir, tmp_path / "b", *words) == 0
+    for key in ("step", "loss", "lr", "grad_norm", "batch_crc"):
+        assert column(tmp_path / "b", key) == column(tmp_path / "a", key), key
+    assert same_tensors(checkpoint(tmp_path / "b", 8), checkpoint(tmp_path / "a", 8))
+
+
+def test_an_fp16_step_the_scaler_skips_counts_as_a_step_but_not_as_an_update(data_dir, tmp_path, monkeypatch):
+    words, real = ("--dtype=float16", "--save_interval=1", "--keep_last=9"), torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=2.0**22))
+    assert train_here(data_dir, tmp_path, *words) == 0
+    skipped, record = column(tmp_path, "skipped"), json.load(open(tmp_path / "run.json"))
+    assert skipped[0] and not skipped[-1] and "non_finite" not in column(tmp_path, "kind", "alarm")
+    assert (record["steps"], record["updates"]) == (8, 8 - sum(skipped)) and column(tmp_path, "step") == [*range(1, 9)]
+    scale = column(tmp_path, "loss_scale")
+    assert all(b == (a / 2 if skip else a) for a, b, skip in zip([2.0**22, *scale], scale, skipped, strict=False))
+    for step in range(2, 9):
+        same = torch.equal(*(checkpoint(tmp_path, s)["model"]["tok_emb.weight"] for s in (step - 1, step)))
+        assert same == skipped[step - 1]
+    assert all(t.isfinite().all() for t in checkpoint(tmp_path, 8)["optimizer"]["tok_emb.weight"].values())
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=2.0**120))
+    assert train_here(data_dir, tmp_path / "b", *words, "--max_steps=40") == 3
+    assert len(rows(tmp_path / "b")) == script.MAX_FP16_SKIPS - 1
+    (alarm,) = [row for row in rows(tmp_path / "b", "alarm") if row["kind"] == "non_finite"]
+    assert "20 skipped in a row" in alarm["message"]
+
+
+# ---- the record
+
+@pytest.mark.parametrize("compiled", ["--compile=False", "--compile=True"])
+def test_prompts_are_continued_while_training_goes_on_unchanged(data_dir, tmp_path, compiled):
+    words = (compiled, "--max_steps=4")
+    for name, interval in (("never", 0), ("often", 2)):
+        assert train_here(data_dir, tmp_path / name, *words, f"--sample_interval={interval}") == 0
+    assert column(tmp_path / "often", "loss") == column(tmp_path / "never", "loss")
+    assert same_tensors(checkpoint(tmp_path / "often", 4)["model"], checkpoint(tmp_path / "never", 4)["model"])
+    assert column(tmp_path / "often", "step", "sample") == [2, 4] and not rows(tmp_path / "never", "sample")
+    lines = [json.loads(line) for line in open(tmp_path / "often" / "samples.jsonl")]
+    assert [line["step"] for line in lines] == [step for step in (2, 4) for _ in lines[::2]]
+    assert len(lines) == sum(column(tmp_path / "often", "prompts", "sample"))
+    for line in lines:
+        assert {"prompt", "completion", "tokens", "seed", "max_new_tokens", "temperature", "top_k"} <= line.keys()
+        assert line["prompt"] and 0 < len(line["tokens"]) <= line["max_new_tokens"]
+        assert line["completion"] == prepare.Tokenizer(data_dir).decode(line["tokens"])
+
+
+def test_training_reads_no_token_of_the_test_split(data_dir, tmp_path, monkeypatch):
+    seen, real = set(), prepare.Corpus.read
+    monkeypatch.setattr(prepare.Corpus, "read", lambda self, split, *a: (seen.add(split), real(self, split, *a))[1])
+    assert train_here(data_dir, tmp_path, "--eval_interval=2", "--sample_interval=4") == 0
+    assert seen == {"train", "val"} and json.load(open(tmp_path / "run.json"))["test_scorings"] == 0
+
+
+def test_the_record_of_a_run_is_complete_and_keeps_its_origin_over_a_resume(data_dir, tmp_path, monkeypatch):
+    stop_after(monkeypatch, 4)
+    words = ("--question=does it?", "--gpu_hour_price=2", "--note=a note")
+    assert train_here(data_dir, tmp_path, *words) == 143
+    first = json.load(open(tmp_path / "run.json"))
+    assert train_here(data_dir, tmp_path, *words, "--max_steps=6") == 0
+    last = json.load(open(tmp_path / "run.json"))
+    for record, *end in ((first, "stopped", 143, 4, 4), (last, "finished", 0, 6, 6)):
+        assert [record[key] for key in ("status", "exit_code", "steps", "updates")] == end
+        assert record["pid"] == os.getpid() and record["settings"]["question"] == "does it?"
+        assert (record["device_count"], record["link"], record["n_params"]) == (1, None, 26816)
+        assert record["data_fingerprint"] == prepare.Corpus(data_dir).fingerprint and record["test_scorings"] == 0
+        assert record["versions"]["torch"] == torch.__version__ and record["schema"] == 1 and record["dirty"] in (0, 1)
+    for key in ("run_id", "started", "initial_loss"):
+        assert first[key] == last[key] and first[key]
+    assert last["settings"]["max_steps"] == 6 and {"command", "commit", "host", "device"} <= last.keys()
+
+
+def test_a_run_over_its_budget_of_device_hours_says_so_and_goes_on(data_dir, tmp_path):
+    assert train_here(data_dir, tmp_path / "a", "--budget_gpu_hours=1e-7") == 0
+    (alarm,) = [row for row in rows(tmp_path / "a", "alarm") if row["kind"] == "budget"]
+    assert "budget_gpu_hours is 1e-07" in alarm["message"] and column(tmp_path / "a", "step")[-1] == 8
+    assert train_here(data_dir, tmp_path / "b", "--budget_gpu_hours=100") == 0
+    assert "budget" not in column(tmp_path / "b", "kind", "alarm")
+
+
+def test_log_lines_a_full_disk_refuses_or_cuts_come_later_whole_and_in_order(data_dir, straight, tmp_path, monkeypatch):
+    real, full = os.write, []
+
+    def write(file, data):
+        if os.readlink(f"/proc/self/fd/{file}").endswith((".jsonl", ".log")):
+            full.append(1)
+            if 10 < len(full) <= 25:
+                if len(full) % 3:
+                    raise OSError(28, "No space left on device")
+                return real(file, data[:5])
+        return real(file, data)
+    monkeypatch.setattr(process.os, "write", write)
+    assert train_here(data_dir, tmp_path, "--dropout=0.1") == 0 and len(full) > 25
+    assert column(tmp_path, "loss") == column(straight, "loss")
+    shown = [line for line in open(tmp_path / "train.log").read().splitlines() if line.startswith("step ")]
+    assert [line.split(" |")[0] for line in shown if "|" in line] == [f"step {s}/8" for s in range(1, 9)]
+
+
 # ---- processes
 
 def test_a_refusal_on_two_ranks_is_one_line_from_rank_0(data_dir, tmp_path):
@@ -497,6 +676,7 @@ def test_a_run_compiled_and_one_eager_read_each_others_checkpoints(data_dir, str
     assert train_here(data_dir, tmp_path, "--compile=True") == 143
     assert not [name for name in checkpoint(tmp_path, 4)["model"] if "_orig_mod" in name or "module" in name]
     assert train_here(data_dir, tmp_path, "--compile=False") == 0
+    assert rows(tmp_path, "resume")[0]["changed"] == dict(compile=[True, False])
     assert train_here(data_dir, tmp_path / "eager") == 0
     assert np.allclose(column(tmp_path, "loss"), column(tmp_path / "eager", "loss"), rtol=1e-4)
 
