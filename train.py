@@ -792,6 +792,13 @@ def main():
         raise
     except SystemExit as ended:  # a signal before the first update
         code, status = ended.code, "stopped"
+    except RuntimeError as error:
+        if not re.search("out of memory|can't allocate memory", str(error)):
+            raise
+        message = (f"rank {ranks.rank} is out of memory: lower --micro_batch_size, then --loss_chunks=8, then "
+                   f"--activation_checkpointing=True ({str(error).splitlines()[0]})")
+        log.alarm("out_of_memory", log.run.get("steps", 0), message, "the run ends; its last checkpoint is whole")
+        print(f"train.py: {message}", file=sys.stderr)
     finally:
         faulthandler.cancel_dump_traceback_later()
         hang = os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt")
