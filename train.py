@@ -805,7 +805,7 @@ def main():
         if os.path.exists(hang) and os.path.getsize(hang) == 0:
             os.unlink(hang)
         log.close(status, code)
-    if dist.is_initialized():
+    if dist.is_initialized() and code != 1:  # other ranks may be in the middle of an exchange
         dist.destroy_process_group()
     sys.exit(code)
 

@@ -188,6 +188,19 @@ def test_float16_on_a_cpu_and_bfloat16_train_and_log_the_scale(data_dir, tmp_pat
     assert first["loss_scale"] > 1 and last["steps"] == 8 and last["updates"] == 8 - skipped
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_out_of_memory_ends_in_one_line_that_names_the_settings(data_dir, tmp_path, monkeypatch, capsys, kind):
+    def full(*_):
+        raise kind("CUDA out of memory. Tried ...\nlong" if kind is torch.OutOfMemoryError else
+                   "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    monkeypatch.setattr(script, "batch_crc", full)
+    assert train_here(data_dir, tmp_path) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "rank 0 is out of memory: lower --micro_batch_size, then --loss_chunks" in said
+    assert rows(tmp_path, "alarm")[0]["kind"] == "out_of_memory"
+    assert json.load(open(tmp_path / "run.json"))["status"] == "crashed"
+
+
 # ---- evaluation
 
 def reference_evaluation(out, data, step):
