@@ -108,11 +108,13 @@ class Layer(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache(k, v)  # all keys and values so far, (B, n_kv_head, cached, head_dim)
-        if mask is not None:  # the kernels for masks know no grouped heads: expand
+        if T == 1:  # the heads of a group stand as the queries of their KV head: nothing is expanded
+            q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
+        elif mask is not None:  # the kernels for masks know no grouped heads: expand
             k, v = (t.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                            enable_gqa=k.shape[1] != q.shape[1])
-        return self.wo(y.transpose(1, 2).reshape(B, T, C))
+        return self.wo(y.view(B, self.n_head, T, self.head_dim).transpose(1, 2).reshape(B, T, C))
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         x = x + F.dropout(self.attention(self.attn_norm(x), cos, sin, mask, cache), self.dropout, self.training)
@@ -218,29 +220,42 @@ class KVCache:
         s, device = model.shape, model.tok_emb.weight.device
         size = (s.n_layer, 2, batch, s.n_kv_head, s.block_size, s.n_embd // s.n_head)
         self.kv = torch.zeros(size, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.long)  # on the CPU: looking at them must not wait for a GPU
         self.document = torch.zeros(batch, s.block_size, dtype=torch.long, device=device) if s.doc_mask else None
         self.eot_id = s.eot_id
 
+    def keep(self, rows):
+        """Goes on with these rows (a list) alone."""
+        self.kv, self.lengths = self.kv[:, :, rows], self.lengths[rows]
+        self.document = None if self.document is None else self.document[rows]
+
     def place(self, idx, cos, sin):
-        """cos, sin (B, 1, T, head_dim) and mask (B, 1, T, seen) for idx (B, T), which follows what is stored."""
+        """(cos, sin, mask) for idx (B, T), which follows what is stored: (B, 1, T, head_dim) and (B, 1, T, seen); or
+        (T, head_dim) and None where all rows are equally long, and either begin or get one token more."""
         B, T = idx.shape
-        self.positions = self.lengths[:, None] + torch.arange(T, device=idx.device)  # (B, T)
-        self.rows = torch.arange(B, device=idx.device)[:, None]
-        self.seen = int(self.positions.max()) + 1
-        mask = torch.arange(self.seen, device=idx.device) <= self.positions[:, None, :, None]
+        first, last = int(self.lengths.min()), int(self.lengths.max())
+        self.seen, self.span = last + T, slice(first, first + T)
+        if first == last and (T == 1 or first == 0) and self.document is None:
+            self.rows = None
+            return cos[self.span], sin[self.span], None
+        positions = self.positions = (self.lengths[:, None] + torch.arange(T)).to(idx.device)  # (B, T)
+        rows = self.rows = torch.arange(B, device=idx.device)[:, None]
+        mask = torch.arange(self.seen, device=idx.device) <= positions[:, None, :, None]
         if self.document is not None:
-            before = self.document[self.rows, (self.lengths - 1).clamp(min=0)[:, None]]  # (B, 1); zero at the start
-            self.document[self.rows, self.positions] = before + (idx == self.eot_id).cumsum(dim=1)
-            own = self.document[self.rows, self.positions]
+            before = self.document[rows, (positions[:, :1] - 1).clamp(min=0)]  # (B, 1); zero at the start
+            self.document[rows, positions] = before + (idx == self.eot_id).cumsum(dim=1)
+            own = self.document[rows, positions]
             mask = mask & (self.document[:, None, None, :self.seen] == own[:, None, :, None])
-        return cos[self.positions][:, None], sin[self.positions][:, None], mask
+        return cos[positions][:, None], sin[positions][:, None], mask
 
     def of_layer(self, i):
         def append(k, v):  # (B, n_kv_head, T, head_dim), both
             keys, values = self.kv[i]
-            keys[self.rows, :, self.positions] = k.transpose(1, 2).to(keys.dtype)
-            values[self.rows, :, self.positions] = v.transpose(1, 2).to(values.dtype)
+            if self.rows is None:
+                keys[:, :, self.span], values[:, :, self.span] = k, v
+            else:
+                keys[self.rows, :, self.positions] = k.transpose(1, 2).to(keys.dtype)
+                values[self.rows, :, self.positions] = v.transpose(1, 2).to(values.dtype)
             return keys[:, :, :self.seen].to(k.dtype), values[:, :, :self.seen].to(v.dtype)
         return append
 

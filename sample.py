@@ -5,6 +5,7 @@
 """
 import codecs
 import json
+import math
 import os
 import signal
 import sys
@@ -62,7 +63,8 @@ def pick(logits, temperature, top_k, top_p, uniform):
     """Next ids (B,) from logits (B, V): the likeliest at temperature 0, else drawn by `uniform` (B,), float64 < 1."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits, ids = logits.double().topk(min(top_k or logits.shape[1], logits.shape[1]))  # (B, k), largest first
+    logits, ids = logits.topk(min(top_k or logits.shape[1], logits.shape[1]))  # (B, k), largest first
+    logits = logits.double()
     p = ((logits - logits[:, :1]) / temperature).softmax(dim=-1)
     p = p * (p.cumsum(dim=-1) - p < top_p)  # the smallest set that reaches top_p, the first always in it
     reached = p.cumsum(dim=-1)
@@ -75,11 +77,10 @@ def prefill(model, contexts):
     device, kind = model.head_weight.device, model.head_weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype
     idx = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in contexts], batch_first=True)  # (B, longest)
-    lengths = torch.tensor([len(ids) for ids in contexts], device=device)
-    cache = KVCache(model, len(contexts), dtype)
+    cache, lengths = KVCache(model, len(contexts), dtype), torch.tensor([len(ids) for ids in contexts])
     h = model.hidden(idx.to(device), cache)
     cache.lengths += lengths
-    return cache, h[torch.arange(len(contexts), device=device), lengths - 1]
+    return cache, h[torch.arange(len(contexts)), lengths - 1]
 
 
 @torch.inference_mode()
@@ -91,35 +92,37 @@ def generate(model, prompts, max_new_tokens, temperature, top_k, top_p, rngs, al
     is full goes on with the last half of it (at first: with the last block_size ids of the prompt). Raises Refused
     when the logits are not finite.
     """
-    block_size, eot_id, device = model.shape.block_size, model.shape.eot_id, model.head_weight.device
+    block_size, device = model.shape.block_size, model.head_weight.device
+    forbidden = None if allowed is None or allowed.all() else ~allowed
     contexts = [list(ids[-block_size:]) for ids in prompts]
-    new, active, cache = [[] for _ in prompts], [True] * len(prompts), None
+    new, going, cache = [[] for _ in prompts], list(range(len(prompts))), None  # going: rows without an end-of-text
     was_training = model.training
     model.eval()
     for _ in range(max_new_tokens):
-        full = [row for row, ids in enumerate(contexts) if len(ids) > block_size]
+        full = [row for row in going if len(contexts[row]) > block_size]
         for row in full:
             contexts[row] = contexts[row][-max(1, block_size // 2):]
         if cache is None or full:
-            cache, h = prefill(model, contexts)  # h (B, n_embd)
+            cache, h = prefill(model, [contexts[row] for row in going])  # h (B, n_embd)
         else:
-            h = model.hidden(torch.tensor([ids[-1:] for ids in contexts], device=device), cache)[:, 0]
+            h = model.hidden(torch.tensor([contexts[row][-1:] for row in going], device=device), cache)[:, 0]
             cache.lengths += 1
-        logits = F.linear(h, model.head_weight).float()  # (B, V)
-        if not logits.isfinite().all():
+        logits = F.linear(h, model.head_weight)  # (B, V)
+        if forbidden is not None:
+            logits = logits.masked_fill_(forbidden, -torch.inf)
+        uniform = torch.tensor([rngs[row].random_sample() for row in going], dtype=torch.float64, device=device)
+        if not math.isfinite(logits.max()):  # NaN is larger than all
             raise Refused("the model's logits are not finite: the weights are broken, or --dtype=float32 is needed")
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        uniform = torch.tensor([rng.random_sample() for rng in rngs], dtype=torch.float64, device=device)
-        for row, token in enumerate(pick(logits, temperature, top_k, top_p, uniform).tolist()):
-            if active[row]:
-                new[row].append(token)
-                contexts[row].append(token)
-                if emit:
-                    emit(row, token)
-            if token == eot_id or not active[row]:  # a finished row stays in the batch as one token at position 0
-                active[row], contexts[row], cache.lengths[row] = False, [eot_id], 0
-        if not any(active):
+        for row, token in zip(going, pick(logits, temperature, top_k, top_p, uniform).tolist(), strict=True):
+            new[row].append(token)
+            contexts[row].append(token)
+            if emit:
+                emit(row, token)
+        stay = [i for i, row in enumerate(going) if new[row][-1] != model.shape.eot_id]
+        if len(stay) < len(going):
+            going = [going[i] for i in stay]
+            cache.keep(stay)
+        if not going:
             break
     model.train(was_training)
     return new
