@@ -114,7 +114,7 @@ class Layer(nn.Module):
             k, v = (t.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                            enable_gqa=k.shape[1] != q.shape[1])
-        return self.wo(y.view(B, self.n_head, T, self.head_dim).transpose(1, 2).reshape(B, T, C))
+        return self.wo(y.reshape(B, self.n_head, T, self.head_dim).transpose(1, 2).reshape(B, T, C))
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         x = x + F.dropout(self.attention(self.attn_norm(x), cos, sin, mask, cache), self.dropout, self.training)
