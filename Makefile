@@ -5,7 +5,7 @@ PY     := .venv/bin/python
 # nothing here needs the Hub, so nothing waits for it
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint faults clean
 
 setup: .venv/ready
 
@@ -33,6 +33,10 @@ lint: setup
 
 test: lint
 	$(PY) -m pytest -q --durations=15 -W ignore::DeprecationWarning:torch.jit._script tests
+
+# 200 SIGKILLs in the middle of runs and what they cost: about ten minutes; PY=... takes another Python than .venv's
+faults: $(if $(findstring command,$(origin PY)),,setup)
+	$(PY) tests/crash.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

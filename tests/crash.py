@@ -5,8 +5,8 @@
 
 A fault is dict(at=, nth=, do=, rank=0): when `at` happens for the nth time in the process of that rank, `do` is done.
 `at` is an operation of a save (PHASES, or "operation" for any of them, counted from the first temporary file on) or
-"start", "first_pass", "step", "evaluate", "save". `do` is kill, kill job, term, term agent, raise, sleep, EIO, or a
-shell command.
+"start", "first_pass", "step", "evaluate", "save". `do` is kill, kill job, term, term agent, raise, refuse, sleep, EIO,
+or a shell command.
 """
 import builtins
 import collections
@@ -37,24 +37,30 @@ import torch  # noqa: E402
 from conftest import TINY, checkpoint, column, rows, same_tensors, sentences, write_data  # noqa: E402
 
 import prepare  # noqa: E402
+import process  # noqa: E402
 import train  # noqa: E402
+from config import Refused  # noqa: E402
 from model import newest_verified  # noqa: E402
 
 PHASES = ("tmp opened", "tmp written", "fsync", "rename", "folder fsync", "json", "delete")
-WORDS = (*TINY, "--dropout=0.1", "--save_interval=2", "--keep_last=1", "--weights_interval=3", "--max_steps=40")
+WORDS = (*TINY, "--dropout=0.1", "--save_interval=2", "--keep_last=1", "--weights_interval=3", "--max_steps=40",
+         "--micro_batch_size=6", "--guard=off")
 
 
 # ---- operations on files, as they happen
 
 class Written(io.BufferedWriter):
-    """A file whose every write reaches the kernel before the next operation, and is announced."""
+    """A file that announces each write when half of it has reached the kernel."""
     announce = None
 
     def write(self, data):
-        self.announce("write", self.name)
-        written = super().write(data)
+        half = len(data) // 2
+        super().write(data[:half])
         self.flush()
-        return written
+        self.announce("write", self.name)
+        super().write(data[half:])
+        self.flush()
+        return len(data)
 
 
 @contextlib.contextmanager
@@ -125,6 +131,8 @@ def act(what):
         os.kill(os.getpid() if what == "term" else os.getppid(), signal.SIGTERM)
     elif what == "raise":
         raise RuntimeError("a fault was injected")
+    elif what == "refuse":
+        raise Refused("a fault was injected")
     elif what == "sleep":
         time.sleep(10**6)
     elif what == "EIO":
@@ -144,7 +152,7 @@ def work(words, faults=(), output=None, env=None):
     rank = int(os.environ.get("RANK", 0))
     out = [word for word in words if word.startswith("--out_dir=")][-1].partition("=")[2]
     marks = os.open(f"{out}.marks", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    seen = collections.Counter()
+    seen, written = collections.Counter(), set()
 
     def mark(**values):
         os.write(marks, json.dumps(dict(rank=rank, time=time.time(), **values)).encode() + b"\n")
@@ -161,8 +169,9 @@ def work(words, faults=(), output=None, env=None):
             return
         now = phase(operation, paths[-1])
         happens(now)
-        if seen["tmp opened"]:
+        if seen["tmp opened"] and (operation != "write" or paths not in written):  # of many writes to a file the first
             happens("operation", now)
+        (written.add if operation == "write" else written.discard)(paths)
 
     def after(operation, *paths):
         if m := re.search(r"step_(\d+)\.json$", paths[-1]):
@@ -179,6 +188,8 @@ def work(words, faults=(), output=None, env=None):
                                     (train, "save", "save")):
             stack.enter_context(announced(module, name, event))
         stack.enter_context(watched(f"{out}/ckpt", before, after))
+        if output:
+            stack.enter_context(mock.patch.object(process.Log, "start_report", lambda self: None))  # seconds each
         sys.argv = ["train.py", *words]
         try:
             train.main()
@@ -204,6 +215,7 @@ class Forked:
 
     def __init__(self, words, faults=(), **env):
         self.out = words[-1].partition("=")[2]
+        os.makedirs(os.path.dirname(os.path.abspath(self.out)), exist_ok=True)
         self.process = context.Process(target=work, args=(words, faults, f"{self.out}.screen", env))
         self.process.start()
         self.pid = self.process.pid
@@ -215,6 +227,9 @@ class Forked:
 
     def kill(self):
         self.process.kill()
+
+    def terminate(self):
+        self.process.terminate()
 
 
 class Torchrun:
@@ -234,6 +249,9 @@ class Torchrun:
 
     def kill(self):
         kill_job(self.pid)
+
+    def terminate(self):
+        self.process.terminate()
 
 
 def ended(job, timeout=60):
@@ -457,8 +475,62 @@ def faults(total):
     return int(any((t.unloadable, t.lost_steps, t.unequal) != (0, 0, 0) for t in tallies.values()) or bool(cuts.bad))
 
 
+# ---- how runs end
+
+def left_behind(out):
+    """Processes that still run with this out_dir, seen from their command lines."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as f:
+            if f"--out_dir={out}\0" in f.read():
+                found.append(int(pid))
+    return found
+
+
+def ends():
+    """A row a way to end: who was asked, seconds until the job was gone, its exit code, run.json, the last line."""
+    rank1 = dict(at="step", nth=5, rank=1)
+    cases = [(f"SIGTERM in {at}", at, nth, "term") for at, nth in (
+        ("start", 1), ("first_pass", 1), ("step", 5), ("evaluate", 1), ("save", 2))]
+    cases = [(name, begin, dict(at=at, nth=nth, do=do + " agent" * (begin is Torchrun)))
+             for name, at, nth, do in cases for begin in (Forked, Torchrun)]
+    cases += [("SIGTERM twice, save hangs", begin, dict(at="fsync", nth=2, do="sleep")) for begin in (Forked, Torchrun)]
+    cases += [("rank 1 refuses at start", Torchrun, dict(at="start", nth=1, do="refuse", rank=1)),
+              ("rank 1 killed at step 5", Torchrun, rank1 | dict(do="kill")),
+              ("rank 1 raises at step 5", Torchrun, rank1 | dict(do="raise")),
+              ("rank 1 sleeps at step 5", Torchrun, rank1 | dict(do="sleep")),
+              ("sleeps at step 5", Forked, dict(at="step", nth=5, do="sleep"))]
+    print("| what | started by | seconds | exit code | run.json | newest checkpoint | last lines said | left behind |\n"
+          "|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_data(f"{folder}/data", sentences(200))
+        for i, (name, begin, fault) in enumerate(cases):
+            out = f"{folder}/{i}"
+            job = begin((*WORDS, f"--data_dir={data}", "--eval_interval=3", "--max_steps=2000", "--dist_timeout_s=10",
+                         f"--out_dir={out}"), [fault])
+            while not marks(out, "did"):
+                time.sleep(0.05)
+            if "twice" in name:
+                job.terminate()
+                time.sleep(6)
+                job.terminate()
+            code = ended(job, 120)
+            seconds, left = time.time() - marks(out, "did")[0]["time"], left_behind(out)
+            record = prepare.read_json(f"{out}/run.json")
+            lines = [line for line in screen(out).splitlines() if line.startswith(("stopped", "train.py:", "Runtime"))]
+            hangs = [file for file in os.listdir(out) if file.startswith("hang.")] if os.path.isdir(out) else []
+            newest = newest_verified(out, ("step",))
+            print(f"| {name} | {'torchrun' if begin is Torchrun else 'python'} | {seconds:.1f} | {code} | "
+                  f"{record.get('status')}, {record.get('exit_code')} | {newest[0] if newest else 'none'} | "
+                  f"{' / '.join([*dict.fromkeys(lines), *hangs])[:160]} | {len(left)} |", flush=True)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].startswith("["):
         work(sys.argv[2:], json.loads(sys.argv[1]))
+    elif sys.argv[1:] == ["ends"]:
+        ends()
     else:
         sys.exit(faults(int((sys.argv[1:] or [200])[0])))
