@@ -61,11 +61,11 @@ EARLY = 200  # steps in which a scratch start is still cheap to end
 FLAT_AT, FLAT_NATS, FLAT_NOISE = 150, 0.1, 4.0  # A with rate 0: 0.02; with 2000 steps of warm-up to 3e-4: falls by 0.15
 START_LOW, START_HIGH = 0.9, 1.25  # of ln V. A: 1.01; targets shifted by zero 0.72; two micro-batches not divided 2.0
 RISE_START = 0.05  # of ln V, over step 1. A at rate 0.2: 0.45 at step 9; at 0.02: never over it
-RISE_STEPS, RISE_NATS, RISE_NOISE = 50, 0.5, 6.0  # over the best median of so many steps
+RISE_STEPS, RISE_NATS, RISE_NOISE = 50, 0.5, 10.0  # over the best median of so many steps
 SUSTAINED_NATS, SUSTAINED_NOISE = 0.3, 4.0  # over the level of step 200, for 200 steps
 FAST_BPB, FAST_TOKENS, FAST_BPB_LATER, FAST_BPB_EVER = 0.7, 2e7, 0.5, 0.35  # B, logs: 0.86; language far over it
-FAST_BELOW, FAST_RATIO = 2.5, 0.65  # bits per byte; of the level 50 steps before. A 0.9 or more, B 0.69, no mask 0.6
-SWING, SWING_NOISE = 0.08, 6.0  # of ln V. A at rate 0.06: 0.12 up and down within its warm-up
+FAST_BELOW, FAST_RATIO, FAST_NOISE = 2.5, 0.65, 5.0  # bits per byte; of 50 steps before. A 0.9, B 0.69, no mask 0.6
+SWING, SWING_NOISE = 0.08, 4.0  # of ln V, between medians of 4 lines. A at rate 0.06: 0.12 within its warm-up
 OVERFIT_NATS = 0.1  # over the best val loss, in two evaluations, or three times that in one. A on 5 documents: 0.5, 1.3
 PINNED, NORM = 4.0, 100.0  # times the clip for 100 steps; absolute. A: 1.2 to 1.6 times
 SPIKE_NOISE, SPIKE_NATS, SPIKE_NORM = 8.0, 0.3, 10.0  # over the last 8 lines; times the median norm of 32
@@ -80,11 +80,11 @@ def bytes_per_token(rows, vocab_size):
 
 
 def noise_of(loss):
-    """Standard deviation of a curve around its trend, from the differences of neighbours. loss (n,)."""
+    """Standard deviation of a curve around its trend, from the differences of neighbours; of few, a high guess."""
     if len(loss) < 4:
         return 0.0
     steps = np.diff(loss)
-    return 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
+    return (1 + 4 / len(loss)) * 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
 
 
 def swings(levels, least):
@@ -114,7 +114,7 @@ def diagnose(rows, settings, vocab_size, world):
     scratch = start.get("start", "scratch") == "scratch" and first["step"] == 1
     step, every, ln_v = lines[-1]["step"], settings["log_interval"], math.log(vocab_size)
     at, loss = (np.array([row[key] for row in lines]) for key in ("step", "loss"))
-    norm = np.array([math.inf if row["grad_norm"] is None else row["grad_norm"] for row in lines])
+    norm = np.array([row["grad_norm"] for row in lines if row["grad_norm"] is not None])  # an fp16 line may lack it
     noise, early, found = noise_of(loss[-64:]), scratch and step <= EARLY, {}
 
     def count(steps, least=3):
@@ -167,14 +167,15 @@ def diagnose(rows, settings, vocab_size, world):
                 True)
 
     # falling faster than language allows; a second epoch can be learned by heart
-    k, size = count(5), bytes_per_token(begin, vocab_size)
-    level, before = float(np.median(loss[-k:])) / math.log(2) / size, loss[(at >= 50) & (at <= step - 50)][-k:]
+    k, bits = count(20), 1 / math.log(2) / bytes_per_token(begin, vocab_size)
+    level, before = float(np.median(loss[-k:])) * bits, loss[(at >= 50) & (at <= step - 50)][-k:]
     lowest = FAST_BPB_EVER if step > EARLY else FAST_BPB if lines[-1]["tokens"] < FAST_TOKENS else FAST_BPB_LATER
-    before = float(np.median(before)) / math.log(2) / size if len(before) else math.inf
+    before = float(np.median(before)) * bits if len(before) else math.inf
     if scratch and lines[-1]["epoch"] <= 1 and len(loss) >= k:
         if level < lowest:
             say("too_fast", f"{level:.2f} bits per byte at step {step}", early)
-        elif before < FAST_BELOW and level < FAST_RATIO * before:
+        elif before < FAST_BELOW and level < min(FAST_RATIO * before,
+                                                 before - FAST_NOISE * noise * bits * math.sqrt(2 / k)):
             say("too_fast", f"{level:.2f} bits per byte at step {step}, {before:.2f} fifty steps before", early)
 
     # val against train; the last evaluation of a run reads other tokens than those before it
@@ -192,12 +193,12 @@ def diagnose(rows, settings, vocab_size, world):
                 f"{lines[-1]['epoch']:.2f}")
 
     # up and down
-    k = 4 if len(loss) >= 16 else 1
-    levels = np.median(loss[-64:][len(loss[-64:]) % k:].reshape(-1, k), axis=1)
-    times = swings(levels, max(SWING * ln_v, SWING_NOISE * noise / math.sqrt(k)))
-    if times >= (1 if step <= EARLY else 2):
-        say("oscillating", f"loss between {levels.min():.3f} and {levels.max():.3f} within {len(levels) * k} lines, "
-            f"{times} time(s) up and down")
+    if len(loss) >= 16:
+        levels = np.median(loss[-64:][len(loss[-64:]) % 4:].reshape(-1, 4), axis=1)
+        times = swings(levels, max(SWING * ln_v, SWING_NOISE * noise))
+        if times >= (1 if step <= EARLY else 2):
+            say("oscillating", f"loss {times} time(s) up and down between {levels.min():.3f} and {levels.max():.3f} "
+                f"within {4 * len(levels)} lines")
 
     # the gradient
     k, clip = count(100, 10), settings["grad_clip"]
@@ -207,9 +208,9 @@ def diagnose(rows, settings, vocab_size, world):
         say("grad_norm", f"gradient norm {np.median(norm[-3:]):.1f}")
     if len(loss) >= 13:
         over, usual = loss[-1] - np.median(loss[-9:-1]), max(noise_of(loss[-65:-1]), 1e-9)
-        if over > max(SPIKE_NATS, SPIKE_NOISE * usual) or norm[-1] > SPIKE_NORM * np.median(norm[-33:-1]):
-            say("spike", f"loss {loss[-1]:.3f} (z {over / usual:.1f}), gradient norm {norm[-1]:.2f} (median "
-                f"{np.median(norm[-33:-1]):.2f})")
+        usually, now = (float(np.median(norm[-33:-1])), norm[-1]) if len(norm) >= 13 else (math.inf, 0.0)
+        if over > max(SPIKE_NATS, SPIKE_NOISE * usual) or now > SPIKE_NORM * usually:
+            say("spike", f"loss {loss[-1]:.3f} (z {over / usual:.1f}), gradient norm {now:.2f} (median {usually:.2f})")
 
     # this process: speed, and how it took over
     begun = max((i for i, row in enumerate(recent) if row["event"] == "run_start"), default=-1)

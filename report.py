@@ -53,10 +53,8 @@ def is_running(folder):
     try:
         with open(os.path.join(folder, ".lock")) as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -80,7 +78,7 @@ def read_run(folder):
     """
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("log.jsonl", "run.json")):
         raise Refused(f"{folder} holds no run (neither log.jsonl nor run.json): name the out_dir of a train.py run")
-    r = SimpleNamespace(name=os.path.normpath(folder), rows=read_log(folder),
+    r = SimpleNamespace(name="/".join(os.path.abspath(folder).split("/")[-2:]), rows=read_log(folder),
                         discarded=read_log(folder, "log.discarded.jsonl"))
     for name in ("run", "meta", "bench", "preflight", "prepare"):
         setattr(r, name, {})
@@ -311,13 +309,13 @@ def draw_loss(axes, r, color, several):
     at, loss = [row["step"] for row in lines], np.array([row["loss"] for row in lines])
     shown = [*np.quantile(loss, (0, 0.98)), *loss[:1]] if lines else []
     axes.plot(at, loss, color=color, alpha=0.3, linewidth=0.8)
-    axes.plot(at, smooth(loss), color=color, linewidth=2, label=f"{r.name} train" if several else "train")
+    axes.plot(at, smooth(loss), color=color, linewidth=2, label=None if several else "train")
     names = [""] if several else ["", *(r.eval.get("sources") or ())]
     for name, tint in zip(names, [color] if several else [RED, *COLORS[1:] * 9], strict=False):
         values = [(row.get("sources", {}).get(name, {}) if name else row).get("val_loss") for row in r.evals]
         points = [(row["step"], x) for row, x in zip(r.evals, values, strict=True) if x is not None]
         whole = r.status == "finished" and len(points) > 1  # the last evaluation alone reads all of val
-        label = f"{r.name} val" if several else f"val {name}" if name else "val, all sources"
+        label = f"{r.name}: val" if several else f"val {name}" if name else "val"
         if points:
             axes.plot(*zip(*points[:-1] if whole else points, strict=True), color=tint, marker="o", markersize=4,
                       linewidth=1.3)
@@ -340,7 +338,7 @@ def plot(runs, path):
                          "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False,
                          "axes.spines.right": False})
     figure, r, several, shown = plt.figure(figsize=(16, 10), dpi=100), runs[0], len(runs) > 1, []
-    grid = figure.add_gridspec(3, 3, left=0.05, right=0.955, top=0.9, bottom=0.06, wspace=0.22, hspace=0.36)
+    grid = figure.add_gridspec(3, 3, left=0.05, right=0.955, top=0.885, bottom=0.06, wspace=0.22, hspace=0.42)
     large = figure.add_subplot(grid[:2, :2])
     places = dict(lr=grid[0, 2], grad_norm=grid[1, 2], tokens_per_s=grid[2, 0], wait=grid[2, 1], memory=grid[2, 2])
     small, clip = {name: figure.add_subplot(place) for name, place in places.items()}, r.settings.get("grad_clip")
@@ -370,7 +368,8 @@ def plot(runs, path):
     if shown:
         low, high = min(shown), min(max(shown), 2 * sorted(shown)[len(shown) // 2] + 2)
         large.set_ylim(low - 0.12 * (high - low), high + 0.06 * (high - low))
-        large.legend(loc="upper right", bbox_to_anchor=(1, 0.94), framealpha=0.9, edgecolor="none")
+        large.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3 if several else 6, frameon=False,
+                     columnspacing=1, handletextpad=0.3, borderaxespad=0.2)
     else:
         large.text(0.5, 0.5, "no loss was logged yet", ha="center", color=GREY, transform=large.transAxes)
     norms = [row["grad_norm"] for run in runs for row in run.steps if row["grad_norm"] is not None]
@@ -385,10 +384,10 @@ def plot(runs, path):
               "peak memory, GiB")
     for axes, title in zip((large, *small.values()), ("loss, nats a token", *titles), strict=True):
         axes.set_title(title)
+        axes.set_xlabel("step")
         axes.set_xlim(0, 1.02 * max(1, *(run.step for run in runs)))
     for name in ("tokens_per_s", "wait", "memory"):
         small[name].set_ylim(bottom=0)
-        small[name].set_xlabel("step")
     title = f"{len(runs)} runs side by side"
     about = f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')}"
     if not several:
