@@ -273,6 +273,15 @@ def evaluate(run, split, limit):
 
 # ---- checkpoints
 
+def make_folder(path):
+    """os.makedirs whose names survive a power cut."""
+    if not os.path.isdir(path):
+        above = os.path.dirname(os.path.abspath(path))
+        make_folder(above)
+        os.mkdir(path)
+        prepare.fsync_folder(above)
+
+
 def write_checkpoint(path, content, step):
     """Temporary name, fsync, rename, directory fsync; then the json that vouches for it. Returns bytes written.
 
@@ -280,9 +289,7 @@ def write_checkpoint(path, content, step):
     which no reader trusts. Raises OSError; then nothing of it stays behind.
     """
     said_path, folder, made = path[:-len(".pt")] + ".json", os.path.dirname(path), [path + ".tmp"]
-    if not os.path.isdir(folder):
-        os.makedirs(folder)
-        prepare.fsync_folder(os.path.dirname(folder))
+    make_folder(folder)
     try:
         with open(path + ".tmp", "wb") as f:
             torch.save(content, f)
@@ -292,7 +299,7 @@ def write_checkpoint(path, content, step):
         with contextlib.suppress(FileNotFoundError):  # of a bad file of the same name
             os.unlink(said_path)
         os.rename(path + ".tmp", path)
-        made = [path, said_path + ".tmp"]
+        made = [said_path, path, said_path + ".tmp"]
         prepare.fsync_folder(folder)
         prepare.write_atomically(said_path, json.dumps(said).encode())
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into RuntimeError
@@ -388,7 +395,7 @@ def open_out_dir(c, start_id):
     """Locks out_dir, clears what an interrupted save left, writes `start_id`. Returns the lock. Raises Refused."""
     ckpt = os.path.join(c.out_dir, "ckpt")
     try:
-        os.makedirs(c.out_dir, exist_ok=True)
+        make_folder(c.out_dir)
         lock = prepare.lock(c.out_dir)
         for name in os.listdir(ckpt) if os.path.isdir(ckpt) else ():
             if re.fullmatch(r"(step|weights)_\d+\.(pt|json)\.tmp", name):
@@ -679,7 +686,8 @@ def train(c, ranks, stop, log):
     if leak and c.guard == "stop":
         return end_by_guard(run, state["step"], "not_causal", f"later tokens move earlier logits by {leak:.3g}")
     evaluated = [row["step"] for row in log.rows if row["event"] == "eval"]
-    if c.eval_interval and state["step"] and state["step"] % c.eval_interval == 0 and state["step"] not in evaluated:
+    if c.eval_interval and 0 < state["step"] < c.max_steps and not state["step"] % c.eval_interval and (
+            state["step"] not in evaluated):
         run_evaluation(run, c.eval_tokens)  # which a stop had cut short
 
     for step in range(state["step"] + 1, c.max_steps + 1):
