@@ -14,10 +14,12 @@ import fcntl
 import functools
 import glob
 import hashlib
+import heapq
 import io
 import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -28,6 +30,7 @@ import threading
 import time
 import unicodedata
 import urllib.request
+import zlib
 from collections import Counter, deque
 
 import numpy as np
@@ -52,17 +55,22 @@ SPLITS = ("train", "val", "test")
 BLOCK_BYTES = 64 << 20  # meta.json holds a sha256 for each of these
 SHARD_BYTES = 128 << 20  # raw text that a restart may have to repeat
 BATCH_BYTES = 1 << 20  # raw text that a worker gets at once
-SAMPLE_BYTES = 64 << 20  # a source's part in the tokenizer sample; training takes 2 times that memory, Chinese 20 times
+FETCH_BYTES = 16 << 20  # asked of the Hub at once
+SAMPLE_BYTES = 32 << 20  # a source's part in the tokenizer sample, 3 times that for all of them; training takes 3 times
+# that memory, Chinese 30 times. Measured on held-out text: 8 to 28 MB of English gain 1.4% bytes a token
 PIECE_CHARS = 200_000  # encoded at once; tiktoken's regex engine overflows its stack on 1M white-space characters
-MIN_CHARS = 10  # shorter documents are dropped
+MIN_BYTES = 10  # documents of less, white space not counted, are dropped
 HUB_TOKENS = 10_010_000_000  # 9,536 steps of 1,048,576 tokens, and a reserve for what is dropped at the join
 PROBE_S = 5  # the Hub has this long to answer
+LIST_S = 60  # and this long to name the files of a data set, or to open one
 EOT = "<|endoftext|>"
 # The public cl100k split pattern: words, numbers of up to three digits, runs of marks, white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
            r"|\s*[\r\n]|\s+(?!\S)|\s+")
+# kind: prose or code; None: by each file's ending. text_field may lead into a row: "files.content" is the content of
+# every file in a list of files. revision: a commit, tag or branch; None: today's, which the recipe keeps.
 RECORD = dict(name="", path="", config=None, split="train", text_field="text", data_dir=None, data_files=None,
-              revision=None, weight=1.0, kind=None)  # kind: prose or code; None: by each file's ending
+              revision=None, weight=1.0, kind=None)
 NAMED = dict(
     auto=[dict(name="en", path="HuggingFaceFW/fineweb-edu", config="sample-10BT", weight=0.50),
           dict(name="zh", path="opencsg/chinese-fineweb-edu-v2", weight=0.35),
@@ -71,12 +79,13 @@ NAMED = dict(
 NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
 CODE = set("py pyi js jsx ts tsx java kt scala c h cc cpp hpp cu cs go rs rb php swift lua pl r jl sh bash sql html css"
            " xml yaml yml toml tex".split())
+LINES = {"jsonl", "json", "ndjson"}  # one object a line
 READABLE = CODE | {"txt", "md", "rst", "jsonl", "parquet"}
 INDEX = np.dtype([("digest", "S16"), ("split", "u1"), ("tokens", "<u4"), ("bytes", "<u4")])  # a document of a shard
 CONTROLS = bytes(set(range(32)) - set(b"\t\n"))
 SURROGATE = re.compile("[\ud800-\udfff]")
 LONG_SPACE = re.compile(r"\s{65,}")
-JSON_LINE = re.compile(r"\.jsonl(\.gz|\.zst)?:\d+$")
+MANY_SPACES = re.compile(r"\s{8}")  # in every eighth character: else there is no run of 65, and this is found sooner
 log = logging.getLogger("prepare")
 
 # ---- data/ as the other stages read it -----------------------------------------------------------
@@ -251,7 +260,7 @@ def ending(path):
     return re.sub(r"\.(gz|zst)$", "", path.lower()).rpartition(".")[2]
 
 
-def list_files(path):
+def local_files(path):
     """(sorted files to read, {ending: number passed over}) of a file, a folder, a glob or an embedded corpus."""
     library, other = os.path.dirname(os.__file__), Counter()
     if path == "python:topics":
@@ -280,34 +289,44 @@ def docs_sources(folder):
     return records + [direct] * any(os.path.isfile(path) for path in glob.glob(direct["path"]))
 
 
+def within(seconds, function):
+    """function(), given up after `seconds`: looking a name up or asking for a list may block for ever. Raises
+    TimeoutError, and whatever the function raises."""
+    future = concurrent.futures.Future()
+
+    def work():
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {seconds} s") from None
+
+
+@functools.cache
 def hub_problem():
-    """Why the Hub cannot be used, or "". Asked in a thread with a deadline: to look a name up may block for minutes."""
+    """Why the Hub cannot be used, or ""."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
     from huggingface_hub.constants import ENDPOINT
-    problems = [f"{ENDPOINT} did not answer within {PROBE_S} s"]
-
-    def ask():
-        try:
-            urllib.request.urlopen(f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}", timeout=PROBE_S).close()
-            problems.append("")
-        except OSError as error:  # 401, 404, ... are answers too: reading the first row says what is wrong
-            problems.append("" if getattr(error, "code", 500) < 500 else f"{ENDPOINT}: {error}")
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PROBE_S)
-    return problems[-1]
+    url = f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}"
+    try:
+        within(PROBE_S, lambda: urllib.request.urlopen(url, timeout=PROBE_S).close())
+    except OSError as error:  # 401, 404, ... are answers too: reading the first row says what is wrong
+        return f"{ENDPOINT}: {error}" * (getattr(error, "code", 500) >= 500)
+    return ""
 
 
 def checked_records(settings, begun):
-    """The source records that the settings stand for, under `auto` with a look at the Hub; and why it is not used."""
-    named, problem, auto = dict(NAMED), "", settings.sources == ("auto",)
+    """(source records that the settings stand for, is it the corpus embedded here in place of the Hub's)."""
+    named, fallback, auto = dict(NAMED), False, settings.sources == ("auto",)
     if auto and settings.docs:
         named["auto"] = []
-    elif auto and [s["path"] for s in begun.get("sources", [])] != [s["path"] for s in NAMED["auto"]]:
-        problem = hub_problem()
-        if problem and (not begun or begun.get("fallback")):
-            named["auto"] = named["embedded"]
+    elif auto and (not begun or begun.get("fallback")) and hub_problem():
+        named["auto"], fallback = named["embedded"], True
     records = docs_sources(settings.docs) if settings.docs else []
     for source in settings.sources:
         records += named.get(source, [source]) if isinstance(source, str) else [source]
@@ -321,20 +340,21 @@ def checked_records(settings, begun):
     names = [record["name"] for record in records]
     if not names or len(set(names)) < len(names) or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
         raise Refused(f"sources need different names of letters, digits, '.', '-' and '_', got {names}")
-    return records, problem
+    return records, fallback
 
 
 def resolve(record, settings, begun, total_weight):
-    """A record with what it stands for today: Hub revision or digest of the files, share, held-out fraction."""
-    source = {**RECORD, **record}
+    """A record with what it stands for today: Hub commit or digest of the files, share, held-out fraction."""
+    source = {**RECORD, **record, "commit": None}
     source["hub"] = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", source["path"])) and not os.path.exists(source["path"])
     budget, size = settings.budget_tokens or HUB_TOKENS * source["hub"], 0
     source["share_tokens"] = share = int(budget * source["weight"] / total_weight)
     if source["hub"]:
-        pinned = [old["revision"] for old in begun.get("sources", []) if old["name"] == source["name"]]
-        source["revision"] = source["revision"] or (pinned or [None])[0]
+        for old in begun.get("sources", []):
+            if all(old[key] == source[key] for key in ("name", "path", "revision")):
+                source["commit"] = old["commit"]
     else:
-        files, other = list_files(source["path"])
+        files, other = local_files(source["path"])
         if other:
             log.info("source %s: passed over: %s", source["name"],
                      ", ".join(f"{n:,} {kind}" for kind, n in sorted(other.items())))
@@ -348,166 +368,211 @@ def resolve(record, settings, begun, total_weight):
     return source
 
 
-def open_dataset(source, path):
-    """The text field of a Hub data set or of one parquet file, streamed."""
-    import datasets
-    arguments = dict(path="parquet", data_files=[glob.escape(path)], split="train")
-    if source["hub"]:
-        arguments = {key: source[key] for key in ("path", "split", "data_dir", "data_files", "revision")}
-        arguments["name"] = source["config"]
-    return datasets.load_dataset(streaming=True, **arguments).select_columns([source["text_field"]])
+def make_recipe(settings, begun):
+    """What decides every byte, of the settings and of what they find; begun: the recipe that is there already."""
+    records, fallback = checked_records(settings, begun)
+    total_weight = sum(record.get("weight", 1.0) for record in records)
+    if fallback:
+        log.warning("NOTICE: the Hub cannot be used: %s.\nNOTICE: %s gets the embedded corpus, the Python standard "
+                    "library of this machine, not the real mixture.", hub_problem(), settings.data_dir)
+    return dict(schema=1, vocab_size=settings.vocab_size, budget_tokens=settings.budget_tokens, seed=settings.seed,
+                fallback=fallback, sources=[resolve(record, settings, begun, total_weight) for record in records])
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def check_hub(source):
-    """Pin the revision and read one row, before any work. Raises Refused."""
-    from huggingface_hub import HfApi
-    try:
-        source["revision"] = source["revision"] or HfApi().dataset_info(source["path"], timeout=20).sha
-        text = next(iter(open_dataset(source, source["path"])))[source["text_field"]]
-        assert isinstance(text, str), f"the field holds {type(text).__name__}, not text"
-    except Exception as error:
-        raise Refused(f"source {source['name']}: no field '{source['text_field']}' to read in {source['path']}: "
-                      f"{' '.join(str(error).split())} (private or gated: set HF_TOKEN)") from None
-
-# ---- reading and cleaning ------------------------------------------------------------------------
-
-
-def patiently(stream, source):
-    """The texts of a stream; a read that fails is tried again from the last row, five times, with the wait shown."""
+def patiently(read, source, done=0):
+    """What read(done) yields, `done` being how many there were before. A Hub that fails is asked for what is left,
+    five times in a row, with the wait shown. Raises Refused when that is of no use."""
     failures = 0
     while True:
         try:
-            for row in stream:
-                failures = 0
-                yield row[source["text_field"]]
+            for item in read(done):
+                done, failures = done + 1, 0
+                yield item
             return
+        except Refused:
+            raise
         except Exception as error:
             failures += 1
-            if not source["hub"] or failures > 5:
-                raise Refused(f"source {source['name']}: {error}; the same command continues from here") from None
-            log.warning("source %s: %s; trying again in %d s", source["name"], error, 2**failures)
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            why = f"source {source['name']}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if (not source["hub"] or failures > 5 or status in (401, 403, 404) or isinstance(
+                    error, (FileNotFoundError, ValueError, LookupError, RuntimeError))):
+                raise Refused(why) from None
+            log.warning("%s; trying again in %d s", why, 2**failures)
             time.sleep(2**failures)
-            stream.load_state_dict(stream.state_dict())
 
 
-def batches(source, state):
-    """([(where, kind, raw), ...], bytes, state behind them): the same batches however often it is started again.
+def hub_files(source):
+    """The hf:// paths of a Hub data set's split at its commit, as its card, `config` and `data_files` name them."""
+    import datasets
+    names = datasets.load_dataset_builder(
+        source["path"], source["config"], data_dir=source["data_dir"], data_files=source["data_files"],
+        revision=source["commit"] or source["revision"]).config.data_files or {}
+    if not names.get(source["split"]):
+        raise Refused(f"no files for the split '{source['split']}', only for {', '.join(map(str, names)) or 'none'}")
+    if strange := {ending(path) for path in names[source["split"]]} - LINES - {"parquet"}:
+        raise Refused(f"only parquet files and JSON lines are read, not .{' .'.join(sorted(strange))}")
+    return list(names[source["split"]])
 
-    raw is a line of a .jsonl file, a row's text or a whole file. state: [file, records read of it, state of its data
-    set], which JSON can hold; None before the first and behind the last record.
+
+def files_of(source):
+    """The files of a source in the order they are read."""
+    if source["hub"]:
+        return next(patiently(lambda _: [within(LIST_S, lambda: hub_files(source))], source))
+    return local_files(source["path"])[0]
+
+
+def records(source, path, start):
+    """(raw, bytes) of the records of a file from number `start` on: {field: value} of a parquet row, a line, or all."""
+    import fsspec
+    import pyarrow.parquet
+    if source["path"] == "python:topics":
+        from pydoc_data.topics import topics
+        yield from [(text.encode(), len(text)) for text in topics.values()][start:]
+        return
+    files = fsspec.filesystem("hf" if source["hub"] else "file")
+    with within(LIST_S, lambda: files.open(path, block_size=FETCH_BYTES)) as file:
+        if ending(path) == "parquet":
+            rows = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)  # one page after the other
+            column = source["text_field"].partition(".")[0]
+            if column not in rows.schema_arrow.names:
+                raise Refused(f"{path} has no field '{column}', only {', '.join(rows.schema_arrow.names)}")
+            for group in range(rows.num_row_groups):
+                if start >= (count := rows.metadata.row_group(group).num_rows):
+                    start -= count
+                    continue
+                for batch in rows.iter_batches(64, [group], [column]):
+                    yield from ((row, batch.nbytes // len(batch)) for row in batch.to_pylist()[start:])
+                    start = max(0, start - len(batch))
+            return
+        packed = {"gz": "gzip", "zst": "zstd"}.get(path.lower().rpartition(".")[2])
+        unpacked = io.BufferedReader(pyarrow.input_stream(file, packed), 1 << 18)
+        lines = unpacked if ending(path) in LINES else [unpacked.read()]
+        yield from ((raw, len(raw)) for raw in itertools.islice(lines, start, None))
+
+
+def check_hub(source):
+    """Pin the commit of today and read one row, before any work. Raises Refused."""
+    try:
+        path = files_of(source)[0]
+        source["commit"] = re.search(r"@([0-9a-f]{40})/", path)[1]
+        raw, _ = next(patiently(functools.partial(records, source, path), source), (None, 0))
+        text_of(f"{path}:1", raw, source["text_field"])
+    except Refused as error:
+        raise Refused(f"source {source['name']}, field '{source['text_field']}' of {source['path']}: {error} "
+                      "(private or gated: set HF_TOKEN)") from None
+
+
+def batches(source, files, state=None, most=math.inf, wanted=lambda where: True):
+    """([(where, kind, raw), ...], bytes read, state behind them): the same batches however often it is started again.
+
+    state: [file, records read of it], which JSON can hold; None before the first and behind the last record.
+    `most`: bytes to read of each file. `wanted`: False for a record that is passed over.
     """
-    paths = [source["path"]] if source["hub"] else list_files(source["path"])[0]
-    first, number, inner = state or (0, 0, None)
+    first, number = state or (0, 0)
     batch, size = [], 0
-    for at, path in list(enumerate(paths))[first:]:
-        kind, stream = source["kind"] or ("code" if ending(path) in CODE else "prose"), None
-        if source["hub"] or ending(path) == "parquet":
-            stream = open_dataset(source, path)
-            stream.load_state_dict(inner or stream.state_dict())
-            records = patiently(stream, source)
-        elif source["path"] == "python:topics":
-            from pydoc_data.topics import topics
-            records = itertools.islice(topics.values(), number, None)
-        else:
-            import pyarrow
-            file = io.BufferedReader(pyarrow.input_stream(path))  # unpacks .gz and .zst
-            records = itertools.islice(file if ending(path) == "jsonl" else [file.read()], number, None)
-        for raw in records:
-            number += 1
-            batch.append((f"{path}:{number}", kind, raw))
-            size += len(raw or "") + 100
+    for at, path in list(enumerate(files))[first:]:
+        kind, left = source["kind"] or ("code" if ending(path) in CODE else "prose"), most
+        for raw, cost in patiently(functools.partial(records, source, path), source, number):
+            number, size, left = number + 1, size + max(cost, 100), left - cost
+            if wanted(where := f"{path}:{number}"):
+                batch.append((where, kind, raw))
             if size >= BATCH_BYTES:
-                yield batch, size, [at, number, stream and stream.state_dict()]
+                yield batch, size, [at, number]
                 batch, size = [], 0
-        number, inner = 0, None
+            if left < 0:
+                break
+        number = 0
     yield batch, size, None
+
+# ---- cleaning, by the worker processes -------------------------------------------------------------------------------
+
+
+def field_of(value, names):
+    """The text behind a dotted name; of a list on the way every item's, a blank line between."""
+    if isinstance(value, list):
+        return "\n\n".join(field_of(item, names) for item in value)
+    return field_of(value[names[0]], names[1:]) if names else value
 
 
 def text_of(where, raw, field):
-    """(text, characters of it that were not UTF-8) of a record. Raises Refused when the record is malformed."""
+    """(UTF-8 bytes, share of characters that were none) of a record. Raises Refused when it is malformed."""
     bad = 0
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")
-        bad = text.count("\ufffd") - raw.count("\ufffd".encode())
-        if not JSON_LINE.search(where):
-            return text, len(text) if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else bad  # a UTF-16 mark: all is lost
+        if "\ufffd" in text:
+            bad = text.count("\ufffd") - raw.count("\ufffd".encode())
+        if ending(where.rpartition(":")[0]) not in LINES:
+            lost = raw[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16
+            return text.encode() if bad else raw, 1.0 if lost else bad / max(1, len(text))
         if not raw.strip(b"\xef\xbb\xbf \t\r\n"):
-            return "", 0
+            return b"", 0.0
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             raise Refused(f"{where}: not one JSON object ({error})") from None
-        raw = raw.get(field) if isinstance(raw, dict) else None
-    if not isinstance(raw, str):
-        raise Refused(f"{where}: the field '{field}' is missing or holds no text")
     try:
-        raw.encode()
+        text = field_of(raw, field.split("."))
+        return text.encode(), bad / max(1, len(text))
     except UnicodeEncodeError:  # "\ud83d" in JSON
-        raw, lone = SURROGATE.subn("\ufffd", raw)
-        bad += lone
-    return raw, bad
+        text, lone = SURROGATE.subn("\ufffd", text)
+        return text.encode(), (bad + lone) / len(text)
+    except (AttributeError, TypeError, LookupError):
+        raise Refused(f"{where}: the field '{field}' is missing or holds no text") from None
 
 
 def shorter(run):
     return "\n\n" if run[0].count("\n") > 1 else "\n" if "\n" in run[0] else run[0][:64]
 
 
-def clean(text, kind, tally):
-    """(text as it is encoded, the same with single spaces). `tally` counts the documents that a rule changed.
+def clean(data, kind, tally):
+    """UTF-8 bytes as they are encoded. `tally` counts the documents that a rule changed.
 
     Layout and composition are touched in prose only. Rules on bytes are some ten times faster than by regex.
     """
-    rules = dict(bom=lambda t: t.removeprefix("\ufeff"), crlf=lambda t: t.replace("\r\n", "\n"),
-                 control=lambda t: t.encode().translate(None, CONTROLS).decode(),
-                 nfc=lambda t: unicodedata.normalize("NFC", t) if kind == "prose" else t)
-    for name, rule in rules.items():
-        before, text = text, rule(text)
-        tally[f"cleaned {name}"] += text != before
-    words = " ".join(text.split())
-    if kind == "prose" and len(text) - len(words) >= 64:  # else no run can be longer than 64
-        text, runs = LONG_SPACE.subn(shorter, text)
-        tally["cleaned white_space"] += runs > 0
-    return text, words
+    def apply(rule, new):
+        tally[f"cleaned {rule}"] += new != data
+        return new
+    data = apply("bom", data.removeprefix(b"\xef\xbb\xbf"))
+    data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\r" in data else data)
+    data = apply("control", data.translate(None, CONTROLS))
+    if kind == "prose":
+        text = data.decode()
+        data = apply("nfc", data if text.isascii() else unicodedata.normalize("NFC", text).encode())
+        if MANY_SPACES.search(text[::8]):
+            data = apply("white_space", LONG_SPACE.sub(shorter, data.decode()).encode())
+    return data
 
 
 def documents(batch, source, skip_bad, tally):
-    """(where, text, digest, split) of the usable records of a batch; `tally` counts the others by reason.
+    """(where, UTF-8 bytes, digest, split) of the usable records of a batch; `tally` counts the others by reason.
 
-    The split hangs on nothing but the 128-bit digest of the white-space-normalised text.
+    The split hangs on nothing but the 128-bit digest of the document without its white space.
     """
     for where, kind, raw in batch:
         try:
-            text, bad = text_of(where, raw, source["text_field"])
+            data, bad = text_of(where, raw, source["text_field"])
         except Refused:
             if not skip_bad:
                 raise
             tally["dropped malformed"] += 1
             continue
-        if bad > 0.01 * len(text):
+        if bad > 0.01:
             tally["dropped not_utf8"] += 1
             if tally["dropped not_utf8"] <= 3:
                 tally[f"not_utf8 {where}"] += 1
             continue
         tally["cleaned not_utf8"] += bad > 0
-        text, words = clean(text, kind, tally)
-        if len(words) < MIN_CHARS:
+        data = clean(data, kind, tally)
+        words = data.translate(None, b" \t\n")
+        if len(words) < MIN_BYTES:
             tally["dropped too_short" if words else "dropped empty"] += 1
             continue
-        digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(words, digest_size=16).digest()
         place = int.from_bytes(digest[:8], "big") / 2**64
-        yield where, text, digest, 1 if place < source["held_out"] else 2 if place >= 1 - source["held_out"] else 0
-
-# ---- what the worker processes do ----------------------------------------------------------------
-
-
-def sample_batch(batch, source, skip_bad, seed, fraction):
-    """[(digest, first 10k characters)] of a seeded fraction of the train documents."""
-    taken = []
-    for _, text, digest, split in documents(batch, source, skip_bad, Counter()):
-        draw = int.from_bytes(hashlib.blake2b(digest, digest_size=8, key=str(seed).encode()).digest(), "big")
-        if split == 0 and draw < fraction * 2**64:
-            taken.append((digest, text[:10_000]))
-    return taken
+        yield where, data, digest, 1 if place < source["held_out"] else 2 if place >= 1 - source["held_out"] else 0
 
 
 @functools.cache
@@ -518,14 +583,14 @@ def encoding_of(folder):
 def encode_batch(batch, source, skip_bad, folder, dtype):
     """(INDEX rows, ids, tally) of the documents of a batch, end-of-text behind each."""
     encoding, tally, rows, ids = encoding_of(folder), Counter(), [], array.array("I")
-    for where, text, digest, split in documents(batch, source, skip_bad, tally):
+    for where, data, digest, split in documents(batch, source, skip_bad, tally):
         try:
-            own = encode_long(encoding, text)
+            own = encode_long(encoding, data.decode())
         except BaseException as error:  # a Rust panic is no Exception
             raise Refused(f"{where}: tiktoken cannot encode this document ({error})") from None
         ids.extend(own)
         ids.append(encoding.n_vocab)  # the encoding knows no special tokens: n_vocab is end-of-text
-        rows.append((digest, split, len(own) + 1, len(text.encode())))
+        rows.append((digest, split, len(own) + 1, len(data)))
     return np.array(rows, INDEX), np.array(ids, dtype), tally
 
 
@@ -555,29 +620,54 @@ def in_order(pool, function, work, *arguments):
         for future, *_ in waiting:
             future.cancel()
 
-# ---- the stages ----------------------------------------------------------------------------------
+# ---- the stages ------------------------------------------------------------------------------------------------------
 
 
-def train_tokenizer(recipe, parts, pool, skip_bad):
+def progress(name, total, unit, done=0):
+    from tqdm import tqdm
+    return tqdm(desc=name, total=total, initial=done, unit=unit, unit_scale=True, leave="sample" not in name,
+                bar_format="{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt}{unit}, {remaining} left{postfix}",
+                mininterval=0.2 if sys.stderr.isatty() else 30)
+
+
+def sample_of(source, seed, room, skip_bad):
+    """`room` bytes of a source's train documents, at most 10k characters of each: those with the lowest lots, drawn
+    for their place in the source. Of the Hub only the beginnings of 16 files take part: they are downloaded again."""
+    def lot(where):
+        return zlib.crc32(f"{seed} {os.path.basename(where)}".encode()) / 2**32
+    heap, size, highest, files, most = [], 0, [1.0], files_of(source), math.inf
+    if source["hub"]:
+        files = files[::-(-len(files) // 16)]
+        most = 2 * room / len(files)
+    bar = progress(f"{source['name']}, sample", source.get("bytes", 2 * room), "B")
+    for batch, read, _ in batches(source, files, None, most, lambda where: lot(where) < highest[0]):
+        bar.update(read)
+        for where, data, _, split in documents(batch, source, skip_bad, Counter()):
+            if split == 0:
+                text = data.decode()[:10_000]
+                size += len(text.encode())
+                heapq.heappush(heap, (-lot(where), text))
+        while size > room:
+            highest[0], text = heapq.heappop(heap)
+            highest[0], size = -highest[0], size - len(text.encode())
+    bar.close()
+    return [text for _, text in sorted(heap)]
+
+
+def train_tokenizer(recipe, parts, skip_bad):
     """parts/tokenizer.tiktoken from a capped, seeded sample of the train documents. Raises Refused if these documents
     do not give so many ids; the fallback to the embedded corpus takes what there is."""
     import rustbpe
-    held_out, sample = max(source["held_out"] for source in recipe["sources"]), {}
+    held_out, sample = max(source["held_out"] for source in recipe["sources"]), []
+    room = min(SAMPLE_BYTES, 3 * SAMPLE_BYTES // len(recipe["sources"]))
     for source in recipe["sources"]:
-        room, fraction = SAMPLE_BYTES, SAMPLE_BYTES / (source.get("bytes") or SAMPLE_BYTES)
-        stream = in_order(pool, sample_batch, batches(source, None), {**source, "held_out": held_out}, skip_bad,
-                          recipe["seed"], fraction)
-        while room > 0 and (answer := next(stream, None)):
-            for digest, text in answer[0]:
-                room -= len(text.encode()) * (digest not in sample)
-                sample[digest] = text
-        stream.close()
+        sample += sample_of({**source, "held_out": held_out}, recipe["seed"], room, skip_bad)
     if not sample:
         raise Refused("there is no usable train document in these sources")
-    log.info("tokenizer: %d ids from %d documents, %.1f MB", recipe["vocab_size"], len(sample),
-             sum(len(text.encode()) for text in sample.values()) / 1e6)
+    log.info("tokenizer: training %d ids on %d documents, %.1f MB", recipe["vocab_size"], len(sample),
+             sum(len(text.encode()) for text in sample) / 1e6)
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(sample.values()), recipe["vocab_size"] - 1, pattern=PATTERN)
+    trainer.train_from_iterator(iter(sample), recipe["vocab_size"] - 1, pattern=PATTERN)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     if len(ranks) + 1 < recipe["vocab_size"] and not recipe["fallback"]:
         raise Refused(f"these documents give {len(ranks) + 1} ids at most, {recipe['vocab_size']} were asked for: "
@@ -587,57 +677,76 @@ def train_tokenizer(recipe, parts, pool, skip_bad):
 
 
 def shards_of(parts, source):
-    """The finished shards of a source in order, opened one at a time."""
+    """(index, ids, what is said about it) of the finished shards of a source, opened one at a time."""
     for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.[0-9]*.npz")):
         with np.load(path) as shard:
-            yield shard
+            yield shard["index"], shard["ids"], json.loads(str(shard["about"]))
+
+
+def first_copies(digests, seen):
+    """bool (n,): which documents stand neither in `seen`, which is sorted, nor before themselves in `digests`."""
+    first = np.zeros(len(digests), bool)
+    first[np.unique(digests, return_index=True)[1]] = True
+    if len(seen):
+        first &= seen[np.minimum(np.searchsorted(seen, digests), len(seen) - 1)] != digests
+    return first
 
 
 def encode_source(source, parts, pool, skip_bad, dtype):
     """Write the shards of a source that are not there yet. A shard is one file: the documents' index, their ids, what
     was dropped, and the state of the source behind it; the last one says `end`."""
-    from tqdm import tqdm
-    share, count, done, state, end, digests = source["share_tokens"], 0, 0, None, False, [np.zeros(0, "S16")]
-    for shard in shards_of(parts, source):
-        about = json.loads(str(shard["about"]))
-        state, end, count, done = about["state"], about["end"], count + about["train_tokens"], done + about["read"]
-        digests.append(shard["index"]["digest"])
-    seen, number, start, before = np.sort(np.concatenate(digests)), len(digests) - 1, time.time(), done
-    results = in_order(pool, encode_batch, batches(source, state), source, skip_bad, parts, dtype)
-    bar = tqdm(desc=source["name"], total=share or source["bytes"], initial=count if share else done, unit_scale=True,
-               unit=" tokens" if share else "B", mininterval=0.2 if sys.stderr.isatty() else 30)
+    share, about, digests = source["share_tokens"], dict(state=None, end=False, read=0, tokens=0), [np.zeros(0, "S16")]
+    for index, _, about in shards_of(parts, source):  # noqa: B007
+        digests.append(index["digest"])
+    number, seen, start, before = len(digests) - 1, np.concatenate(digests), time.time(), about["read"]
+    seen.sort()
+    state, end, read, tokens = (about[key] for key in ("state", "end", "read", "tokens"))
+    work = batches(source, [] if end else files_of(source), state)
+    results = in_order(pool, encode_batch, work, source, skip_bad, parts, dtype)
+    bar = progress(source["name"], *((share, " tokens", tokens) if share else (source["bytes"], "B", read)))
     while not end:
-        rows, ids, tally, size, state = [], [], Counter(), 0, None
-        for (batch_rows, batch_ids, counts), batch_size, state in results:  # noqa: B007
+        rows, ids, tally, full, shown = [], [], Counter(), read + SHARD_BYTES, tokens
+        for (batch_rows, batch_ids, counts), size, state in results:  # noqa: B007
             rows.append(batch_rows)
             ids.append(batch_ids)
             tally.update(counts)
-            size, done = size + batch_size, done + batch_size
-            bar.set_postfix_str(f"{(done - before) / 1e6 / (time.time() - start):.1f} MB/s", refresh=False)
-            bar.update(int(batch_rows["tokens"][batch_rows["split"] == 0].sum()) if share else batch_size)
-            if size >= SHARD_BYTES:
+            read, shown = read + size, shown + int(batch_rows["tokens"][batch_rows["split"] == 0].sum())
+            speed = (read - before) / 1e6 / (time.time() - start)
+            bar.set_postfix_str(f"{speed:.1f} MB/s, {shown / 1e6:.1f}M tokens", refresh=False)
+            bar.update((shown if share else read) - bar.n)
+            if read >= full:
                 break
         index, end = np.concatenate(rows), state is None
-        keep = np.zeros(len(index), bool)
-        keep[np.unique(index["digest"], return_index=True)[1]] = True  # the first copy in this shard
-        keep &= np.append(seen, b"")[np.searchsorted(seen, index["digest"])] != index["digest"]
+        keep = first_copies(index["digest"], seen)
         tally["dropped duplicate"] += int((~keep).sum())
-        reached = count + np.cumsum(index["tokens"] * (keep & (index["split"] == 0)), dtype=np.int64)
+        reached = tokens + np.cumsum(index["tokens"] * (keep & (index["split"] == 0)), dtype=np.int64)
         if share and len(index) and reached[-1] >= share:
             keep[np.searchsorted(reached, share) + 1:], end = False, True  # behind the document that reaches it
         new = np.sort(index["digest"][keep])
         seen = np.insert(seen, np.searchsorted(seen, new), new)
-        train_tokens = int(index["tokens"][keep & (index["split"] == 0)].sum())
-        about = json.dumps(dict(state=state, end=end, read=size, train_tokens=train_tokens, tally=tally))
+        tokens += int(index["tokens"][keep & (index["split"] == 0)].sum())
+        about = json.dumps(dict(state=state, end=end, read=read, tokens=tokens, tally=tally))
         shard = io.BytesIO()
         np.savez(shard, index=index[keep], ids=np.concatenate(ids)[np.repeat(keep, index["tokens"])], about=about)
-        write_atomically(f"{parts}/{source['name']}.{number:06d}.npz", shard.getvalue())
-        number, count = number + 1, count + train_tokens
+        write_atomically(f"{parts}/{source['name']}.{number:06d}.npz", shard.getbuffer())
+        number += 1
     bar.total = bar.n  # known only now: sizes were packed, or a share is cut at a document
     bar.close()
     results.close()
-    if count < share:
-        log.warning("NOTICE: source %s has only %d of its %d tokens; nothing is repeated", source["name"], count, share)
+    if tokens < share:
+        log.warning("NOTICE: source %s has only %d of its %d tokens; nothing is repeated", source["name"], tokens,
+                    share)
+
+
+def check_utf8(name, tally, skip_bad):
+    """Say which records were no UTF-8. Raises Refused when they are over a tenth of the source."""
+    if not (strange := tally["dropped not_utf8"]):
+        return
+    paths = [key.removeprefix("not_utf8 ") for key in tally if key.startswith("not_utf8 ")][:3]
+    log.warning("source %s: %d records are not UTF-8: %s, ...; iconv -f GB18030 -t UTF-8 (or -f LATIN1, UTF-16) "
+                "mends a file", name, strange, ", ".join(paths))
+    if strange > 0.1 * sum(n for key, n in tally.items() if key.startswith(("dropped ", "documents"))) and not skip_bad:
+        raise Refused(f"source {name}: over 10% of it is not UTF-8: mend it, or drop that with --skip_bad=True")
 
 
 def join(recipe, parts, dtype, skip_bad):
@@ -645,34 +754,28 @@ def join(recipe, parts, dtype, skip_bad):
     split is empty or over a tenth of a source is not UTF-8."""
     held, splits, dropped, cleaned = {}, {split: {} for split in SPLITS}, {}, {}
     for source in recipe["sources"]:
-        indexes = [shard["index"] for shard in shards_of(parts, source)]
-        held[source["name"]] = np.concatenate([index["digest"][index["split"] > 0] for index in indexes])
+        held[source["name"]] = np.concatenate([index["digest"][index["split"] > 0]
+                                               for index, *_ in shards_of(parts, source)])
     bins = [open(f"{parts}/{split}.bin", "wb") for split in SPLITS]
     for source in recipe["sources"]:
         name, tally = source["name"], Counter()
         elsewhere = np.concatenate([np.zeros(0, "S16"), *[held[other] for other in held if other != name]])
-        for shard in shards_of(parts, source):
-            index, ids, about = shard["index"], shard["ids"], json.loads(str(shard["about"]))
+        rows = [dict(offset=file.tell() // np.dtype(dtype).itemsize, tokens=0, documents=0, bytes=0) for file in bins]
+        for index, ids, about in shards_of(parts, source):
             lost = (index["split"] == 0) & np.isin(index["digest"], elsewhere)
             tally.update(about["tally"], **{"dropped held_out_elsewhere": int(lost.sum())})
-            for number, split in enumerate(SPLITS):
+            for number, row in enumerate(rows):
                 keep = (index["split"] == number) & ~lost
                 ids[np.repeat(keep, index["tokens"])].tofile(bins[number])
-                tally.update({f"{split} {key}": int(index[key][keep].sum()) for key in ("tokens", "bytes")})
-                tally[f"{split} documents"] += int(keep.sum())
-        for split, rows in splits.items():
-            offset = sum(row["tokens"] for row in rows.values())
-            counts = {key: tally[f"{split} {key}"] for key in ("tokens", "documents", "bytes")}
-            rows[name] = dict(counts, offset=offset)
+                row["documents"] += int(keep.sum())
+                for key in ("tokens", "bytes"):
+                    row[key] += int(index[key][keep].sum())
+        for split, row in zip(SPLITS, rows, strict=True):
+            splits[split][name] = row
+            tally["documents"] += row["documents"]
+        check_utf8(name, tally, skip_bad)
         dropped[name], cleaned[name] = ({key.removeprefix(kind): n for key, n in sorted(tally.items())
                                          if key.startswith(kind) and n} for kind in ("dropped ", "cleaned "))
-        if strange := dropped[name].get("not_utf8", 0):
-            paths = [key.removeprefix("not_utf8 ") for key in tally if key.startswith("not_utf8 ")][:3]
-            log.warning("source %s: %d records are not UTF-8: %s, ...; iconv -f GB18030 -t UTF-8 (or -f LATIN1, "
-                        "UTF-16) mends a file", name, strange, ", ".join(paths))
-            records = sum(n for key, n in tally.items() if re.match("dropped|.* documents", key))
-            if strange > 0.1 * records and not skip_bad:
-                raise Refused(f"source {name}: over 10% of it is not UTF-8: mend it, or drop that with --skip_bad=True")
     for file in bins:
         file.flush()
         os.fsync(file.fileno())
@@ -759,16 +862,9 @@ def prepare(settings):
         return show(data_dir)
     if not 257 < settings.vocab_size <= 1 << 24 or settings.budget_tokens < 0:
         raise Refused("vocab_size must be 258 to 16,777,216, budget_tokens 0 or more")
-    begun, meta = read_json(f"{parts}/recipe.json"), read_json(f"{data_dir}/meta.json")
-    finished = meta and (meta.get("recipe") or {"sources": []})
-    records, problem = checked_records(settings, begun or finished)
-    total_weight = sum(record.get("weight", 1.0) for record in records)
-    recipe = dict(schema=1, vocab_size=settings.vocab_size, budget_tokens=settings.budget_tokens, seed=settings.seed,
-                  fallback=bool(problem) and records == NAMED["embedded"])
-    recipe["sources"] = [resolve(record, settings, begun or finished, total_weight) for record in records]
-    if recipe["fallback"]:
-        log.warning("NOTICE: the Hub cannot be used: %s.\nNOTICE: %s gets the embedded corpus, the Python standard "
-                    "library of this machine, not the real mixture.", problem, data_dir)
+    begun, finished = read_json(f"{parts}/recipe.json"), read_json(f"{data_dir}/meta.json")
+    finished = finished and (finished.get("recipe") or {"sources": []})
+    recipe = make_recipe(settings, begun or finished)
     complete, resumed = ({**other, "fallback": 0} == {**recipe, "fallback": 0} for other in (finished, begun))
     if complete:
         if resumed:  # it was killed while it tidied up
@@ -779,8 +875,8 @@ def prepare(settings):
         raise Refused(f"{data_dir} holds data of another recipe, or its inputs changed: choose another --data_dir, or "
                       "--overwrite=True")
     hub = [source for source in recipe["sources"] if source["hub"]]
-    if hub and (problem := hub_problem()):
-        raise Refused(f"the Hub cannot be used: {problem}; the same command continues when it can")
+    if hub and hub_problem():
+        raise Refused(f"the Hub cannot be used: {hub_problem()}; the same command continues when it can")
     with lock(data_dir):
         file_handler = logging.FileHandler(f"{data_dir}/prepare.log", encoding="utf-8")
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -797,7 +893,7 @@ def prepare(settings):
             spawn = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(process_count(), spawn, start_worker) as pool:
                 if not os.path.exists(f"{parts}/tokenizer.tiktoken"):
-                    train_tokenizer(recipe, parts, pool, settings.skip_bad)
+                    train_tokenizer(recipe, parts, settings.skip_bad)
                 for source in recipe["sources"]:
                     encode_source(source, parts, pool, settings.skip_bad, dtype)
             join(recipe, parts, dtype, settings.skip_bad)

@@ -45,7 +45,7 @@ def run(*words, code=0, **options):
     process = start(*words, **options)
     out, err = process.communicate(timeout=100)
     assert process.returncode == code, err[-3000:]
-    assert code != 2 or ("Traceback" not in err and err.strip().count("\n") < 4), err
+    assert code != 2 or ("Traceback" not in err and err.splitlines()[-1].startswith("-c: ")), err
     return out + err
 
 
@@ -117,7 +117,7 @@ def sums(data_dir):
 
 def place(text):
     """Where in [0, 1) the split hash puts a document."""
-    digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b("".join(text.split()).encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -563,12 +563,13 @@ def test_killed_in_any_phase_it_continues_with_the_same_bytes_and_keeps_finished
 def test_a_dead_worker_ends_the_run_and_no_process_stays_behind(tmp_path):
     write_jsonl(f"{tmp_path}/x.jsonl", prose(1000, 14))
     config = recipe(tmp_path, sources=[dict(name="a", path=f"{tmp_path}/x.jsonl")])
-    process = start(config, patch=SMALL + "import time; show = prepare.encode_source\n"
-                    "prepare.encode_source = lambda *a: (time.sleep(1), show(*a))")
-    while not os.path.exists(f"{tmp_path}/data/parts/tokenizer.tiktoken"):
-        time.sleep(0.02)
-    children = subprocess.run(["pgrep", "-f", f"-P{process.pid}", "spawn_main"], capture_output=True, text=True)
-    workers = [int(pid) for pid in children.stdout.split()]
+    process, workers = start(config, patch=SMALL + "import time; write = prepare.write_atomically\n"
+                             "prepare.write_atomically = lambda *a: (time.sleep('npz' in a[0]), write(*a))"), []
+    while not workers:
+        assert process.poll() is None
+        time.sleep(0.05)
+        found = subprocess.run(["pgrep", "-f", f"-P{process.pid}", "spawn_main"], capture_output=True, text=True)
+        workers = [int(pid) for pid in found.stdout.split()]
     os.kill(workers[0], signal.SIGKILL)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1 and "a worker process died" in err
@@ -627,26 +628,12 @@ def test_a_stream_continues_from_every_state_with_the_records_that_follow(tmp_pa
     write_jsonl(f"{tmp_path}/s/2.jsonl", prose(30, 22))
     write(f"{tmp_path}/s/3.txt", prose(1, 23)[0])
     source = prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
-    whole = [(batch, json.loads(json.dumps(state))) for batch, _, state in prepare.batches(source, None)]
-    assert [raw for batch, _ in whole for *_, raw in batch][:120] == prose(60, 20) + prose(60, 21) and len(whole) > 10
+    files = prepare.files_of(source)
+    whole = [(batch, json.loads(json.dumps(state))) for batch, _, state in prepare.batches(source, files)]
+    rows = [raw for batch, _ in whole for *_, raw in batch][:120]
+    assert [row["text"] for row in rows] == prose(60, 20) + prose(60, 21) and len(whole) > 10
     for i, (_, state) in enumerate(whole[:-1]):
-        assert [batch for batch, _, _ in prepare.batches(source, state)] == [batch for batch, _ in whole[i + 1:]]
-
-
-def test_a_stream_that_fails_twice_gives_the_same_rows(monkeypatch):
-    import datasets
-    failures = [30, 45]
-
-    def rows():
-        for i in range(100):
-            if failures and i == failures[0]:
-                failures.pop(0)
-                raise ConnectionError("reset by peer")
-            yield dict(text=str(i))
-    monkeypatch.setattr(prepare.time, "sleep", lambda seconds: None)
-    stream = datasets.IterableDataset.from_generator(rows)
-    source = dict(name="a", hub=True, text_field="text")
-    assert list(prepare.patiently(stream, source)) == [str(i) for i in range(100)] and not failures
+        assert [batch for batch, _, _ in prepare.batches(source, files, state)] == [batch for batch, _ in whole[i + 1:]]
 
 
 @pytest.fixture
@@ -692,7 +679,7 @@ def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatc
     monkeypatch.setattr(prepare, "PROBE_S", 0.3)
     monkeypatch.setattr(prepare.urllib.request, "urlopen", lambda *_, **__: (time.sleep(30), io.BytesIO())[1])
     started = time.time()
-    assert "did not answer within 0.3 s" in prepare.hub_problem() and time.time() - started < 5
+    assert "no answer within 0.3 s" in prepare.hub_problem.__wrapped__() and time.time() - started < 5
 
 
 def test_auto_never_falls_back_over_another_recipe(mixed):
