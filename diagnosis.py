@@ -137,13 +137,12 @@ def diagnose(rows, settings, vocab_size, world):
 
     # flat
     then = [row["loss"] for row in begin if row["event"] == "step" and row["step"] <= EARLY // 3 and row["loss"]]
-    if scratch and step >= FLAT_AT and len(loss) >= 3:
+    if scratch and step >= FLAT_AT and len(loss) >= 5:
         fall = float(np.mean(then) - np.mean(loss[-len(then):]))
-    if scratch and step >= FLAT_AT and len(loss) >= 3 and fall < min(
-            FLAT_NATS, FLAT_NOISE * noise * math.sqrt(2 / len(then))):
-        say("flat", f"loss {np.mean(then):.3f} in the first {EARLY // 3} steps, {np.mean(then) - fall:.3f} now", early,
-            "the learning rate is zero" if not any(row["lr"] for row in lines)
-            else "the optimizer does not step; the weights are frozen; the rate is far too low")
+        if fall < min(FLAT_NATS, FLAT_NOISE * noise * math.sqrt(2 / len(then))):
+            say("flat", f"loss {np.mean(then):.3f} in the first {EARLY // 3} steps and {np.mean(then) - fall:.3f} now",
+                early, "the learning rate is zero" if not any(row["lr"] for row in lines)
+                else "the optimizer does not step; the weights are frozen; the rate is far too low")
 
     # rising: over its start, over its best, over its level at step 200
     k = count(10)
@@ -230,3 +229,50 @@ def diagnose(rows, settings, vocab_size, world):
                 JUMP_NATS, JUMP_NOISE * noise_of(then) * math.sqrt(1 / len(then) + 1 / len(now))):
             say("resume_jump", f"loss {np.median(then):.3f} before step {resume['step']}, {np.median(now):.3f} after")
     return list(found.values())
+
+
+def history(rows, settings, vocab_size, world):
+    """What `diagnose` had to say while a run went on; a kind again only after 200 steps without it."""
+    said, last = [], {}
+    at = [i + 1 for i, row in enumerate(rows) if row["event"] in ("step", "eval")]
+    for i in at[::-(-len(at) // 2000)] if at else ():
+        for finding in diagnose(rows[:i], settings, vocab_size, world):
+            if finding.step - last.get(finding.kind, -math.inf) > EARLY:
+                said.append(finding)
+            last[finding.kind] = finding.step
+    return said
+
+
+def of(rows, *events):
+    return [row for row in rows if row["event"] in events]
+
+
+def most(rows, key, default=0.0):
+    return max((row[key] for row in rows if row.get(key) is not None), default=default)
+
+
+def mishaps(rows, discarded, status):
+    """[(step, what was seen, likely cause, device-hours lost or None)] in the order they came."""
+    seen, begun = [], None
+    for i, row in enumerate(rows):
+        if row["event"] == "alarm":
+            cause = SYMPTOMS[row["kind"]][1] if row["kind"] in SYMPTOMS else row.get("action")
+            seen.append((row["step"], f"{row['kind']}: {row['message']}", cause, None))
+        elif row["event"] == "run_start" and begun:
+            gone = [x for x in discarded if begun["time"] <= x["time"] < row["time"]]
+            kept = [x for x in rows[:i] if not gone or x["time"] < gone[0]["time"]]
+            end = next(x for x in reversed(rows[:i]) if x["event"] in ("run_start", "stop", "run_end"))
+            how, cause = dict(stop=(f"stopped by {end.get('reason')}", "asked for, or the guard"),
+                              run_end=("finished", "more steps were asked for")).get(
+                end["event"], ("ended without a word", "killed, crashed, or the machine went away"))
+            again = f", {len(gone)} logged lines done again" if gone else ""
+            seen.append((row["step"], f"{how}; went on from step {row['step']}{again}", cause,
+                         most(gone, "gpu_hours") - most(kept, "gpu_hours") if gone else 0.0))
+            seen.append((row["step"], "loading and first pass of that restart", "",
+                         row["gpu_hours"] - most(rows[:i] + gone, "gpu_hours")))
+        begun = row if row["event"] == "run_start" else begun
+    if status in ("killed", "crashed", "guard") and rows:
+        safe = most(of(rows, "save"), "gpu_hours", most(of(rows, "run_start")[:1], "gpu_hours"))
+        seen.append((most(rows, "step", 0), f"ended here, {status}: what follows the last save is lost", "",
+                     max(0.0, most(rows, "gpu_hours") - safe)))
+    return seen

@@ -21,7 +21,7 @@ from config import Refused, load
 
 import numpy as np
 
-from diagnosis import EARLY, SYMPTOMS, diagnose
+from diagnosis import SYMPTOMS, diagnose, history, mishaps, most, of  # noqa: F401  train.py finds diagnose here
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,6 @@ def is_running(folder):
     return False
 
 
-def of(rows, *events):
-    return [row for row in rows if row["event"] in events]
-
-
-def most(rows, key, default=0.0):
-    return max((row[key] for row in rows if row.get(key) is not None), default=default)
-
-
 def middle(rows, key):
     values = [row[key] for row in rows if row.get(key) is not None]
     return float(np.median(values)) if values else None
@@ -94,49 +86,11 @@ def read_run(folder):
     r.elapsed_s, r.hours = (most(r.rows + r.discarded, key) for key in ("elapsed_s", "gpu_hours"))
     r.memory, r.tokens_per_s = most(r.rows, "peak_memory_bytes", None), middle(r.steps, "tokens_per_s")
     r.mfu, r.step_ms = middle(r.steps, "mfu"), middle(r.steps, "step_ms")
-    r.mishaps, r.findings = mishaps(r), history(r)
+    r.mishaps = mishaps(r.rows, r.discarded, r.status)
+    r.findings = history(r.rows, r.settings, r.vocab_size, r.world) if r.settings and r.vocab_size else []
     r.lost_hours = sum(lost or 0.0 for *_, lost in r.mishaps)
     r.verdict = (", ".join(dict.fromkeys(f.kind for f in r.findings)) or "healthy curve") if r.steps else "no curve yet"
     return r
-
-
-def mishaps(r):
-    """[(step, what was seen, likely cause, device-hours lost or None)] in the order they came."""
-    seen, begun = [], None
-    for i, row in enumerate(r.rows):
-        if row["event"] == "alarm":
-            cause = SYMPTOMS[row["kind"]][1] if row["kind"] in SYMPTOMS else row.get("action")
-            seen.append((row["step"], f"{row['kind']}: {row['message']}", cause, None))
-        elif row["event"] == "run_start" and begun:
-            gone = [x for x in r.discarded if begun["time"] <= x["time"] < row["time"]]
-            kept = [x for x in r.rows[:i] if not gone or x["time"] < gone[0]["time"]]
-            end = next(x for x in reversed(r.rows[:i]) if x["event"] in ("run_start", "stop", "run_end"))
-            how, cause = dict(stop=(f"stopped by {end.get('reason')}", "asked for, or the guard"),
-                              run_end=("finished", "more steps were asked for")).get(
-                end["event"], ("ended without a word", "killed, crashed, or the machine went away"))
-            again = f", {len(gone)} logged lines done again" if gone else ""
-            seen.append((row["step"], f"{how}; went on from step {row['step']}{again}", cause,
-                         most(gone, "gpu_hours") - most(kept, "gpu_hours") if gone else 0.0))
-            seen.append((row["step"], "loading and first pass of that restart", "",
-                         row["gpu_hours"] - most(r.rows[:i] + gone, "gpu_hours")))
-        begun = row if row["event"] == "run_start" else begun
-    if r.status in ("killed", "crashed", "guard") and r.rows:
-        safe = most(of(r.rows, "save"), "gpu_hours", most(r.starts[:1], "gpu_hours"))
-        seen.append((r.step, f"ended here, {r.status}: what follows the last save is lost", "",
-                     max(0.0, most(r.rows, "gpu_hours") - safe)))
-    return seen
-
-
-def history(r):
-    """What `diagnose` had to say while the run went on; a kind again only after 200 steps without it."""
-    said, last = [], {}
-    at = [i + 1 for i, row in enumerate(r.rows) if row["event"] in ("step", "eval")]
-    for i in at[::-(-len(at) // 2000)] if at and r.settings and r.vocab_size else ():
-        for finding in diagnose(r.rows[:i], r.settings, r.vocab_size, r.world):
-            if finding.step - last.get(finding.kind, -math.inf) > EARLY:
-                said.append(finding)
-            last[finding.kind] = finding.step
-    return said
 
 
 def where_time_went(r):
@@ -189,8 +143,8 @@ def basics(r):
         "data": sources and ", ".join(f"{name} {source['tokens']:,}" for name, source in sources.items()) + " tokens",
         "steps": r.max_steps and f"{r.step:,} of {r.max_steps:,}",
         "tokens read": r.steps and f"{r.steps[-1]['tokens']:,}, {r.steps[-1]['epoch']:.2f} epochs",
-        "code": run.get("commit") and run["commit"][:12] + (", with local changes" if run.get("dirty") else ""),
-        "torch": run.get("versions", {}).get("torch")}
+        "code": run.get("commit") and f"{run['commit'][:12]}{', with local changes' if run.get('dirty') else ''}, "
+                                      f"torch {run['versions']['torch']}"}
 
 
 def speed(r):
@@ -239,12 +193,11 @@ def costs(runs, c):
     """Lines of the cost table: device-hours and money an item, over all runs."""
     settings = next((r.settings for r in runs if r.settings.get("gpu_hour_price")), runs[0].settings)
     price, budget = (getattr(c, key) or settings.get(key) or 0 for key in ("gpu_hour_price", "budget_gpu_hours"))
-    items = {name: [getattr(r, key).get("device_hours") for r in runs] for name, key in (
-        ("data", "prepare"), ("smoke test (preflight)", "preflight"), ("bench", "bench"))}
-    items["run"] = [r.hours - r.lost_hours if r.rows else None for r in runs]
-    items["reruns: lost work, restarts"] = [r.lost_hours if r.rows else None for r in runs]
-    items = {name: [x for x in parts if x is not None] for name, parts in items.items()}
-    rows = [(name, sum(parts) if parts else None) for name, parts in items.items()]
+    items = [(name, [getattr(r, key).get("device_hours") for r in runs]) for name, key in (
+        ("data", "prepare"), ("smoke test (preflight)", "preflight"), ("bench", "bench"))]
+    items += [("run", [r.hours - r.lost_hours if r.rows else None for r in runs]),
+              ("reruns: lost work, restarts", [r.lost_hours if r.rows else None for r in runs])]
+    rows = [(name, sum(filter(None, parts)) if set(parts) != {None} else None) for name, parts in items]
     rows.append(("**total**", sum(x or 0.0 for _, x in rows)))
     lines = [(name, cell(x, "{:.4g}"), "not measured" if x is None else f"{x * price:,.2f}" if price else "")
              for name, x in rows]
@@ -257,17 +210,16 @@ def costs(runs, c):
 def five_questions(runs):
     """What changed, what was fixed, what ran, what came out, what is still open: a list in markdown."""
     settings, first = [r.settings for r in runs], runs[0].settings
-    keys = [key for key in first if key not in ("out_dir", "question", "note")]
-    differ = [key for key in keys if any(s.get(key) != first[key] for s in settings)]
+    differ = [key for key in first if key not in ("out_dir", "question", "note")
+              and any(s.get(key) != first[key] for s in settings)]
     changed = [f"`{key}` {' / '.join(str(s.get(key)) for s in settings)}" for key in differ]
     if len(runs) == 1 and runs[0].run.get("command"):
         changed = [f"against the defaults: `train.py{runs[0].run['command'].partition('train.py')[2]}`"]
     changed += [f"on resume at step {row['step']}: " + ", ".join(f"`{key}` {a} → {b}" for key, (a, b) in
                 row["changed"].items()) for r in runs for row in of(r.rows, "resume") if row.get("changed")]
     fixed = [f"data {'/'.join(sorted({str(r.run.get('data_fingerprint'))[:12] for r in runs}))}"]
-    fixed += [f"{key} {first[key]}" for key in (
-        "seed", "n_layer", "n_embd", "block_size", "global_batch_tokens", "optimizer", "learning_rate", "lr_schedule",
-        "warmup_steps") if key in keys and key not in differ]
+    fixed += [f"{key} {first[key]}" for key in ("seed", "n_layer", "n_embd", "block_size", "global_batch_tokens",
+              "optimizer", "learning_rate", "lr_schedule", "warmup_steps") if key in first and key not in differ]
     ran = [f"{r.name}: {r.status}, {r.step:,} of {r.max_steps:,} steps in {len(r.starts)} start(s), {r.hours:.3g} "
            f"device-hours" for r in runs]
     out = [f"{r.name}: val loss {cell(r.eval.get('val_loss'), '{:.4f}')}, {cell(r.eval.get('val_bpb'), '{:.4f}')} bits "
@@ -275,9 +227,8 @@ def five_questions(runs):
     opened = [f"{what} not measured" for what, key in (("speed before the run", "bench"), ("preflight", "preflight"))
               if not any(getattr(r, key) for r in runs)]
     for r in runs:
-        if r.status != "finished":
-            to_go = r.max_steps - r.step
-            opened.append(f"{r.name}: {to_go:,} steps to go, {duration(to_go * (r.step_ms or 0) / 1000)} of training")
+        to_go = r.max_steps - r.step
+        opened += [f"{r.name}: {to_go:,} steps, {duration(to_go * (r.step_ms or 0) / 1000)}"] if to_go > 0 else []
         opened += [f"{r.name}: why {f.kind} at step {f.step}" for f in r.findings]
         opened += [f"{r.name}: its code is in no commit"] if r.run.get("dirty") else []
     if len({s.get("seed") for s in settings}) == 1:
@@ -339,9 +290,14 @@ def plot(runs, path):
                          "axes.spines.right": False})
     figure, r, several, shown = plt.figure(figsize=(16, 10), dpi=100), runs[0], len(runs) > 1, []
     grid = figure.add_gridspec(3, 3, left=0.05, right=0.955, top=0.885, bottom=0.06, wspace=0.22, hspace=0.42)
-    large = figure.add_subplot(grid[:2, :2])
-    places = dict(lr=grid[0, 2], grad_norm=grid[1, 2], tokens_per_s=grid[2, 0], wait=grid[2, 1], memory=grid[2, 2])
-    small, clip = {name: figure.add_subplot(place) for name, place in places.items()}, r.settings.get("grad_clip")
+    large = figure.add_subplot(grid[:2, :2], title="loss, nats a token")
+    clip, small = r.settings.get("grad_clip"), {}
+    for name, place, title in (
+            ("lr", grid[0, 2], "learning rate"), ("memory", grid[2, 2], "peak memory, GiB"),
+            ("grad_norm", grid[1, 2], f"gradient norm, clipped to {clip:g}" if clip else "gradient norm"),
+            ("tokens_per_s", grid[2, 0], "tokens/s" if r.mfu else "tokens/s (no MFU: peak unknown)"),
+            ("wait", grid[2, 1], "waiting for data, % of a step")):
+        small[name] = figure.add_subplot(place, title=title)
     for run, color in zip(runs, COLORS * len(runs), strict=False):
         shown += draw_loss(large, run, color, several)
         memory = [(row["step"], row["peak_memory_bytes"] / 2**30) for row in run.rows if row.get("peak_memory_bytes")]
@@ -351,9 +307,8 @@ def plot(runs, path):
         for name, points in curves.items():
             small[name].plot(*zip(*points or [(0, math.nan)], strict=True), color=color, linewidth=1.5,
                              marker="o" if name == "memory" else None)
-        marks = [(row["step"], row["kind"]) for row in of(run.rows, "alarm")]
-        marks += [(row["step"], dict(resume="resume", stop=f"stop: {row.get('reason')}")[row["event"]])
-                  for row in of(run.rows, "resume", "stop")]
+        marks = [(row["step"], row.get("kind") or " ".join(filter(None, (row["event"], row.get("reason")))))
+                 for row in of(run.rows, "alarm", "resume", "stop")]
         for i, (step, what) in enumerate(sorted(marks)):
             tint = GREY if what == "resume" or several else RED
             for axes in (large, *small.values()):
@@ -379,22 +334,14 @@ def plot(runs, path):
         share = 100 * r.mfu / r.tokens_per_s
         right = small["tokens_per_s"].secondary_yaxis("right", functions=(lambda y: y * share, lambda y: y / share))
         right.set_ylabel("MFU, %")
-    titles = ("learning rate", f"gradient norm, clipped to {clip:g}" if clip else "gradient norm",
-              "tokens/s" if r.mfu else "tokens/s (no MFU: peak unknown)", "waiting for data, % of a step",
-              "peak memory, GiB")
-    for axes, title in zip((large, *small.values()), ("loss, nats a token", *titles), strict=True):
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.set_xlim(0, 1.02 * max(1, *(run.step for run in runs)))
-    for name in ("tokens_per_s", "wait", "memory"):
-        small[name].set_ylim(bottom=0)
-    title = f"{len(runs)} runs side by side"
-    about = f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')}"
-    if not several:
-        title = f"{r.name} · {r.status} at step {r.step:,} of {r.max_steps:,} · {r.verdict}"
-        about += f" · {duration(r.elapsed_s)}"
+    for axes in (large, *small.values()):
+        axes.set(xlabel="step", xlim=(0, 1.02 * max(1, *(run.step for run in runs))))
+        if axes not in (large, small["grad_norm"]) and 0 < axes.dataLim.ymax < math.inf:
+            axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
+    title = f"{len(runs)} runs" if several else f"{r.name} · {r.status} at step {r.step:,} · {r.verdict}"
     figure.text(0.05, 0.965, title, fontsize=16, fontweight="bold")
-    figure.text(0.05, 0.94, about, fontsize=11, color=GREY)
+    figure.text(0.05, 0.94, f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')} · thick line: running "
+                "median, dots: val, diamond: the last val", fontsize=11, color=GREY)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     plt.close(figure)
