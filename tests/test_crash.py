@@ -287,7 +287,7 @@ def test_a_run_over_a_damaged_checkpoint_takes_the_one_before_and_says_so(words,
 def test_sigterm_in_any_phase_ends_with_143_and_the_same_command_goes_on(words, straight, tmp_path, at, nth, step):
     out, more = tmp_path / "out", ["--eval_interval=3"]
     code, seconds = run(words, out, dict(at=at, nth=nth, do="term"), more=more)
-    assert code == 143 and seconds < 5
+    assert code == 143 and seconds < 10
     newest = newest_verified(out)
     assert (newest[0] if newest else 0) == step
     if step or at == "step":  # the record begins behind the first pass
@@ -310,25 +310,25 @@ def test_a_second_signal_after_5_seconds_ends_a_save_that_hangs(words, tmp_path)
 
 def test_a_hang_on_one_device_ends_with_its_stack_on_disk(words, tmp_path):
     code, seconds = run(words, tmp_path / "out", dict(at="step", nth=3, do="sleep"), more=["--dist_timeout_s=2"])
-    assert code == 1 and seconds < 6
+    assert code == 1 and seconds < 10
     assert "in act" in (tmp_path / "out" / "hang.rank0.txt").read_text()
 
 
 def test_sigterm_under_torchrun_before_the_first_update_ends_all_ranks_at_once(words, tmp_path):
     code, seconds = run(words, tmp_path / "out", dict(at="first_pass", nth=1, do="term agent"), begin=Torchrun)
-    assert code == 1 and seconds < 10 and not os.path.exists(tmp_path / "out" / "ckpt")
+    assert code == 1 and seconds < 28 and not os.path.exists(tmp_path / "out" / "ckpt")
 
 
 def test_sigterm_under_torchrun_in_an_evaluation_ends_all_ranks_with_that_step_saved(words, tmp_path):
     code, seconds = run(words, tmp_path / "out", dict(at="evaluate", nth=1, do="term agent"), begin=Torchrun,
                         more=["--eval_interval=3"])
-    assert code == 1 and seconds < 15 and newest_verified(tmp_path / "out")[0] == 3
+    assert code == 1 and seconds < 28 and newest_verified(tmp_path / "out")[0] == 3
     assert (record(tmp_path / "out")["status"], record(tmp_path / "out")["exit_code"]) == ("stopped", 143)
 
 
 def test_a_rank_that_refuses_at_the_start_ends_the_others_with_its_reason(words, tmp_path):
     code, seconds = run(words, tmp_path / "out", dict(at="start", nth=1, do="refuse", rank=1), begin=Torchrun)
-    assert code == 1 and seconds < 10
+    assert code == 1 and seconds < 28
     assert screen(tmp_path / "out").count("train.py: rank 1: a fault was injected") == 1
 
 
@@ -336,7 +336,7 @@ def test_a_rank_that_refuses_at_the_start_ends_the_others_with_its_reason(words,
 def test_a_rank_that_dies_ends_the_job_which_goes_on_at_its_last_checkpoint(words, tmp_path, do, said):
     out = tmp_path / "out"
     code, seconds = run(words, out, dict(at="step", nth=5, do=do, rank=1), begin=Torchrun, more=["--dist_timeout_s=8"])
-    assert code == 1 and seconds < 20 and re.search(said, screen(out))
+    assert code == 1 and seconds < 28 and re.search(said, screen(out))
     assert newest_verified(out)[0] == 4
     assert run(words, out)[0] == 0 and rows(out, "resume")[0]["step"] == 4
     assert column(out, "step") == list(range(1, 13))
@@ -346,5 +346,5 @@ def test_a_rank_that_hangs_ends_the_job_in_bounded_time_and_its_stack_is_on_disk
     out = tmp_path / "out"
     code, seconds = run(words, out, dict(at="step", nth=5, do="sleep", rank=1), begin=Torchrun,
                         more=["--dist_timeout_s=4"])
-    assert code == 1 and seconds < 20
+    assert code == 1 and seconds < 28
     assert "in act" in (out / "hang.rank1.txt").read_text() and newest_verified(out)[0] == 4
