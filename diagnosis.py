@@ -214,11 +214,11 @@ def diagnose(rows, settings, vocab_size, world):
     # this process: speed, and how it took over
     begun = max((i for i, row in enumerate(recent) if row["event"] == "run_start"), default=-1)
     mine = [row for row in recent[begun + 1:] if row["event"] == "step"]
-    if len(mine) >= 6:
-        ms, wait = (float(np.median([row[key] for row in mine[1:][-10:]])) for key in ("step_ms", "data_ms"))
+    if len(mine) > (k := count(20, 5)):
+        ms, wait = (float(np.median([row[key] for row in mine[1:][-k:]])) for key in ("step_ms", "data_ms"))
         if waits := wait > max(DATA_WAIT * ms, DATA_WAIT_MS):
             say("data_wait", f"{wait:.1f} ms of a step's {ms:.1f} ms")
-        mfu = [row["mfu"] for row in mine[1:][-10:] if row.get("mfu")]
+        mfu = [row["mfu"] for row in mine[1:][-k:] if row.get("mfu")]
         if mfu and np.median(mfu) < LOW_MFU:
             say("low_mfu", f"MFU {np.median(mfu):.1%}", causes="waiting for data" if waits else
                 "compile is off; a small micro-batch" if not settings["compile"] else None)

@@ -70,7 +70,7 @@ def read_run(folder):
     """
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("log.jsonl", "run.json")):
         raise Refused(f"{folder} holds no run (neither log.jsonl nor run.json): name the out_dir of a train.py run")
-    r = SimpleNamespace(name="/".join(os.path.abspath(folder).split("/")[-2:]), rows=read_log(folder),
+    r = SimpleNamespace(name="/".join(os.path.abspath(folder).split("/")[-2:]), who="", rows=read_log(folder),
                         discarded=read_log(folder, "log.discarded.jsonl"))
     for name in ("run", "meta", "bench", "preflight", "prepare"):
         setattr(r, name, {})
@@ -220,17 +220,17 @@ def five_questions(runs):
     fixed = [f"data {'/'.join(sorted({str(r.run.get('data_fingerprint'))[:12] for r in runs}))}"]
     fixed += [f"{key} {first[key]}" for key in ("seed", "n_layer", "n_embd", "block_size", "global_batch_tokens",
               "optimizer", "learning_rate", "lr_schedule", "warmup_steps") if key in first and key not in differ]
-    ran = [f"{r.name}: {r.status}, {r.step:,} of {r.max_steps:,} steps in {len(r.starts)} start(s), {r.hours:.3g} "
+    ran = [f"{r.who}{r.status}, {r.step:,} of {r.max_steps:,} steps in {len(r.starts)} start(s), {r.hours:.3g} "
            f"device-hours" for r in runs]
-    out = [f"{r.name}: val loss {cell(r.eval.get('val_loss'), '{:.4f}')}, {cell(r.eval.get('val_bpb'), '{:.4f}')} bits "
+    out = [f"{r.who}val loss {cell(r.eval.get('val_loss'), '{:.4f}')}, {cell(r.eval.get('val_bpb'), '{:.4f}')} bits "
            f"per byte; {r.verdict}" for r in runs]
     opened = [f"{what} not measured" for what, key in (("speed before the run", "bench"), ("preflight", "preflight"))
               if not any(getattr(r, key) for r in runs)]
     for r in runs:
         to_go = r.max_steps - r.step
-        opened += [f"{r.name}: {to_go:,} steps, {duration(to_go * (r.step_ms or 0) / 1000)}"] if to_go > 0 else []
-        opened += [f"{r.name}: why {f.kind} at step {f.step}" for f in r.findings]
-        opened += [f"{r.name}: its code is in no commit"] if r.run.get("dirty") else []
+        opened += [f"{r.who}{to_go:,} steps, {duration(to_go * (r.step_ms or 0) / 1000)}"] if to_go > 0 else []
+        opened += [f"{r.who}why {f.kind} at step {f.step}" for f in r.findings]
+        opened += [f"{r.who}its code is in no commit"] if r.run.get("dirty") else []
     if len({s.get("seed") for s in settings}) == 1:
         opened.append("one seed: how much of this is chance is not known")
     if not any(r.run.get("test_scorings") for r in runs):
@@ -359,18 +359,20 @@ def write_report(out_dirs, c=None):
     """Writes report.md and report.png into the first of the run folders. Returns their paths. Raises Refused."""
     c, runs = c or Config(), [read_run(folder) for folder in out_dirs]
     several, names = len(runs) > 1, [r.name for r in runs] if len(runs) > 1 else ["this run"]
+    for r in runs if several else ():
+        r.who = f"{r.name}: "
     facts, speeds, results = ([figures(r) for r in runs] for figures in (basics, speed, quality))
     lines = [f"# {', '.join(r.name for r in runs)}", "", *five_questions(runs), "", "![curves](report.png)", "",
              "## Diagnosis", ""]
     for r in runs:
-        lines += [f"- {r.name}: {r.verdict}", *(f"  - step {f.step}, **{f.kind}**: {f.message}. Likely: {f.causes}. "
+        lines += [f"- {r.who}{r.verdict}", *(f"  - step {f.step}, **{f.kind}**: {f.message}. Likely: {f.causes}. "
                                                 f"First check: {f.check}." for f in r.findings)]
     lines += ["", *table("Basics", ["", *names], [[key, *(cell(f[key] or None) for f in facts)] for key in facts[0]])]
     lines += table("Speed", ["", *(f"{name} {what}".removeprefix("this run ") for name in names
                                    for what in ("estimate", "measured"))],
                    [[key, *("not measured" if x is None else f[key][2](x) for f in speeds for x in f[key][:2])]
                     for key in speeds[0]])
-    lines += [f"{r.name}: {gap(r)}\n" for r in runs]
+    lines += [f"{r.who}{gap(r)}\n" for r in runs]
     rows = []
     for key in dict.fromkeys(key for result in results for key in result):
         values = [result.get(key) for result in results]
@@ -378,11 +380,11 @@ def write_report(out_dirs, c=None):
         chance = [f"{np.mean(known):.4f} ± {np.std(known, ddof=1):.4f}" if len(known) > 1 else ""] if several else []
         rows.append([key, *(cell(x, "{:.4f}") for x in values), *chance])
     lines += table("Quality", ["", *names, *(["mean ± standard deviation"] if several else [])], rows)
-    lines += [f"{r.name}: val as of step {r.eval['step']}, " + ("all its tokens" if r.status == "finished" else
+    lines += [f"{r.who}val as of step {r.eval['step']}, " + ("all its tokens" if r.status == "finished" else
               f"its first {r.settings.get('eval_tokens', 0):,} tokens at most") + ".\n" for r in runs if r.eval]
     lines += costs(runs, c)
     lines += table("Mishaps", ("step", "what was seen", "likely cause", "device-hours lost"), [
-        (step, (f"{r.name}: " if several else "") + what, cause, "" if lost is None else f"{lost:.4f}")
+        (step, r.who + what, cause, "" if lost is None else f"{lost:.4f}")
         for r in runs for step, what, cause, lost in r.mishaps] or [("", "none", "", "")])
     seen = {f.kind for r in runs for f in r.findings} | {row["kind"] for r in runs for row in of(r.rows, "alarm")}
     lines += table("What you see, why, what to do", ("", "what you see", "likely cause", "what to do first"), [
