@@ -236,13 +236,12 @@ class Log:
             except OSError as error:
                 self.say(f"WARNING: {path} is not up to date: {error}")
 
-    def start_record(self, run, initial_loss, fresh):
+    def start_record(self, run, fresh):
         """The run's entry in run.json; a resumed run keeps its id, start and initial loss."""
         c, kept = run.c, {}
         with contextlib.suppress(Refused):
             kept = {} if fresh else prepare.read_json(os.path.join(self.out_dir, "run.json"))
-        self.run = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=initial_loss, test_scorings=0)
-        self.run |= kept
+        self.run = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=None, test_scorings=0) | kept
         self.record(
             schema=1, pid=os.getpid(), host=socket.gethostname(), status="running", exit_code=None, settings=asdict(c),
             command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")),

@@ -633,6 +633,7 @@ def begin(c, ranks, stop, log):
     if ranks.rank == 0:
         for name in ("tokenizer.tiktoken", "meta.json"):
             shutil.copy(os.path.join(c.data_dir, name), os.path.join(c.out_dir, name))
+        log.start_record(run, fresh=not path)
     if path:
         log.say(f"resuming {path}: step {run.state['step'] + 1} is next" + "".join(
             f"\n  {key}: {then} -> {now}" for key, (then, now) in changed.items()))
@@ -654,8 +655,7 @@ def begin(c, ranks, stop, log):
     kind = "resume" if path else "scratch" if c.init_from in ("auto", "scratch") else "weights"
     expected = "" if kind != "scratch" else f", expected near {math.log(run.shape.vocab_size) + 1 / 8:.4f}"
     log.say(f"first pass     {first_pass_s:.1f} s, compile included; loss {initial_loss:.4f}{expected}")
-    if ranks.rank == 0:
-        log.start_record(run, initial_loss, fresh=not path)
+    log.record(initial_loss=log.run.get("initial_loss") or initial_loss)
     train_bytes = sum(source["bytes"] for source in corpus.sources("train").values())
     log.event("run_start", run.state["step"], start=kind, world=ranks.world, vocab_size=run.shape.vocab_size,
               n_params=count_parameters(run.model), first_pass_s=first_pass_s, compiled=compiled,
