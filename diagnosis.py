@@ -42,6 +42,24 @@ SYMPTOMS = dict(
     resume_jump=("the loss jumps behind a resume",
                  "optimizer moments or step missing from the checkpoint; other data or rates",
                  "what the `resume` line lists as changed; preflight's resume check"),
+    not_causal=("later tokens move earlier logits, or loss far under ln V from the start",
+                "the causal mask is off",
+                "the attention in model.py; preflight's causality check"),
+    non_finite=("loss or gradient norm is not a number",
+                "overflow in low precision; the rate is too high; a damaged weight",
+                "alarm_step_N.json names the first module; a few steps with --dtype=float32; a lower rate"),
+    save_failed=("a save failed",
+                 "the disk is full, or a network volume went away",
+                 "make room: the run goes on, keeps the older checkpoints and tries again"),
+    hang=("the job stands still, then ends by itself",
+          "a rank died or waits for another; a disk does not answer",
+          "hang.rankN.txt shows where each rank stood; the same command continues"),
+    same_data=("every rank reports the same loss, or more ranks don't help",
+               "every rank reads the same windows",
+               "preflight's check of ranks; batch_crc of one rank against several"),
+    out_of_memory=("out of memory in the first steps",
+                   "micro-batch, context or logits too large for the device",
+                   "half --micro_batch_size; --loss_chunks=4; --activation_checkpointing=True"),
 )
 
 
@@ -136,10 +154,11 @@ def diagnose(rows, settings, vocab_size, world):
             "targets leak into the inputs (shifted by zero?); the causal mask is off")
 
     # flat
-    then = [row["loss"] for row in begin if row["event"] == "step" and row["step"] <= EARLY // 3 and row["loss"]]
+    opening = [row for row in begin if row["event"] == "step" and row["step"] <= EARLY and row["loss"] is not None]
     if scratch and step >= FLAT_AT and len(loss) >= 5:
+        then = [row["loss"] for row in opening if row["step"] <= EARLY // 3]
         fall = float(np.mean(then) - np.mean(loss[-len(then):]))
-        if fall < min(FLAT_NATS, FLAT_NOISE * noise * math.sqrt(2 / len(then))):
+        if fall <= min(FLAT_NATS, FLAT_NOISE * noise * math.sqrt(2 / len(then))):
             say("flat", f"loss {np.mean(then):.3f} in the first {EARLY // 3} steps and {np.mean(then) - fall:.3f} now",
                 early, "the learning rate is zero" if not any(row["lr"] for row in lines)
                 else "the optimizer does not step; the weights are frozen; the rate is far too low")
@@ -155,11 +174,10 @@ def diagnose(rows, settings, vocab_size, world):
         if level - best > max(RISE_NATS, RISE_NOISE * noise / math.sqrt(k)):
             say("diverging", f"loss {level:.3f} over the last {k} lines, {best:.3f} before", early)
     last = loss[at > step - EARLY]
-    if step >= 2 * EARLY and len(last) >= 3:
-        then = [row["loss"] for row in begin if row["event"] == "step" and row["step"] <= EARLY and row["loss"]]
-        then = then[-max(3, 50 // every):]
-        level = float(np.median(then)) if then else math.inf
-        over = level + max(SUSTAINED_NATS, SUSTAINED_NOISE * noise * math.sqrt(1 / len(last) + 1 / max(1, len(then))))
+    if step >= 2 * EARLY and len(last) >= 3 and opening:
+        then = [row["loss"] for row in opening][-max(3, 50 // every):]
+        level = float(np.median(then))
+        over = level + max(SUSTAINED_NATS, SUSTAINED_NOISE * noise * math.sqrt(1 / len(last) + 1 / len(then)))
         if last.min() > level and np.median(last) > over:
             found.pop("diverging", None)
             say("diverging", f"loss {np.median(last):.3f} over the last {EARLY} steps, {level:.3f} at step {EARLY}",

@@ -106,6 +106,10 @@ def test_a_warm_started_run_may_be_flat_and_start_low():
     assert said(lines(lambda s: 3.0, start="weights")) == {}
 
 
+def test_a_curve_without_any_noise_can_be_flat():
+    assert said(lines(lambda s: LN_V, noise=0.0))["flat"] == (150, True)
+
+
 def test_later_flatness_warns_and_does_not_stop():
     found = said(lines(lambda s: LN_V, 300, start="scratch"))
     assert found["flat"] == (150, True)
