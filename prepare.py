@@ -9,6 +9,7 @@ Interrupted, the same command continues. Same recipe and inputs: same bytes, wha
 import array
 import base64
 import concurrent.futures
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -20,7 +21,7 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
+import multiprocessing.pool
 import os
 import re
 import shutil
@@ -53,7 +54,7 @@ class Config:
 
 SPLITS = ("train", "val", "test")
 BLOCK_BYTES = 64 << 20  # meta.json holds a sha256 for each of these
-SHARD_BYTES = 128 << 20  # raw text that a restart may have to repeat
+SHARD_BYTES = 32 << 20  # raw text that a restart may have to repeat
 BATCH_BYTES = 1 << 20  # raw text that a worker gets at once
 FETCH_BYTES = 16 << 20  # asked of the Hub at once
 SAMPLE_BYTES = 32 << 20  # a source's part in the tokenizer sample, 3 times that for all of them; training takes 3 times
@@ -290,20 +291,15 @@ def docs_sources(folder):
 
 
 def within(seconds, function):
-    """function(), given up after `seconds`: looking a name up or asking for a list may block for ever. Raises
-    TimeoutError, and whatever the function raises."""
-    future = concurrent.futures.Future()
-
-    def work():
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-    threading.Thread(target=work, daemon=True).start()
+    """function() in a thread, given up after `seconds`: looking a name up or asking for a list may block for ever.
+    Raises TimeoutError, and whatever the function raises."""
+    thread = multiprocessing.pool.ThreadPool(1)
     try:
-        return future.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no answer within {seconds} s") from None
+        return thread.apply_async(function).get(seconds)
+    except multiprocessing.TimeoutError:
+        raise TimeoutError(f"no answer within {seconds} s") from None
+    finally:
+        thread.close()
 
 
 @functools.cache
@@ -381,7 +377,7 @@ def make_recipe(settings, begun):
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def patiently(read, source, done=0):
+def patiently(read, source, path, done=0):
     """What read(done) yields, `done` being how many there were before. A Hub that fails is asked for what is left,
     five times in a row, with the wait shown. Raises Refused when that is of no use."""
     failures = 0
@@ -396,7 +392,7 @@ def patiently(read, source, done=0):
         except Exception as error:
             failures += 1
             status = getattr(getattr(error, "response", None), "status_code", None)
-            why = f"source {source['name']}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = f"source {source['name']}, {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if (not source["hub"] or failures > 5 or status in (401, 403, 404) or isinstance(
                     error, (FileNotFoundError, ValueError, LookupError, RuntimeError))):
                 raise Refused(why) from None
@@ -420,7 +416,7 @@ def hub_files(source):
 def files_of(source):
     """The files of a source in the order they are read."""
     if source["hub"]:
-        return next(patiently(lambda _: [within(LIST_S, lambda: hub_files(source))], source))
+        return next(patiently(lambda _: [within(LIST_S, lambda: hub_files(source))], source, source["path"]))
     return local_files(source["path"])[0]
 
 
@@ -458,10 +454,10 @@ def check_hub(source):
     try:
         path = files_of(source)[0]
         source["commit"] = re.search(r"@([0-9a-f]{40})/", path)[1]
-        raw, _ = next(patiently(functools.partial(records, source, path), source), (None, 0))
+        raw, _ = next(patiently(functools.partial(records, source, path), source, path), (None, 0))
         text_of(f"{path}:1", raw, source["text_field"])
     except Refused as error:
-        raise Refused(f"source {source['name']}, field '{source['text_field']}' of {source['path']}: {error} "
+        raise Refused(f"field '{source['text_field']}' of source {source['name']} cannot be read: {error} "
                       "(private or gated: set HF_TOKEN)") from None
 
 
@@ -475,7 +471,7 @@ def batches(source, files, state=None, most=math.inf, wanted=lambda where: True)
     batch, size = [], 0
     for at, path in list(enumerate(files))[first:]:
         kind, left = source["kind"] or ("code" if ending(path) in CODE else "prose"), most
-        for raw, cost in patiently(functools.partial(records, source, path), source, number):
+        for raw, cost in patiently(functools.partial(records, source, path), source, path, number):
             number, size, left = number + 1, size + max(cost, 100), left - cost
             if wanted(where := f"{path}:{number}"):
                 batch.append((where, kind, raw))
@@ -639,18 +635,18 @@ def sample_of(source, seed, room, skip_bad):
     if source["hub"]:
         files = files[::-(-len(files) // 16)]
         most = 2 * room / len(files)
-    bar = progress(f"{source['name']}, sample", source.get("bytes", 2 * room), "B")
-    for batch, read, _ in batches(source, files, None, most, lambda where: lot(where) < highest[0]):
-        bar.update(read)
-        for where, data, _, split in documents(batch, source, skip_bad, Counter()):
-            if split == 0:
-                text = data.decode()[:10_000]
-                size += len(text.encode())
-                heapq.heappush(heap, (-lot(where), text))
-        while size > room:
-            highest[0], text = heapq.heappop(heap)
-            highest[0], size = -highest[0], size - len(text.encode())
-    bar.close()
+    work = batches(source, files, None, most, lambda where: lot(where) < highest[0])
+    with progress(f"{source['name']}, sample", source.get("bytes", 2 * room), "B") as bar:
+        for batch, read, _ in work:
+            bar.update(read)
+            for where, data, _, split in documents(batch, source, skip_bad, Counter()):
+                if split == 0:
+                    text = data.decode()[:10_000]
+                    size += len(text.encode())
+                    heapq.heappush(heap, (-lot(where), text))
+            while size > room:
+                least, text = heapq.heappop(heap)
+                highest[0], size = -least, size - len(text.encode())
     return [text for _, text in sorted(heap)]
 
 
@@ -698,41 +694,39 @@ def encode_source(source, parts, pool, skip_bad, dtype):
     share, about, digests = source["share_tokens"], dict(state=None, end=False, read=0, tokens=0), [np.zeros(0, "S16")]
     for index, _, about in shards_of(parts, source):  # noqa: B007
         digests.append(index["digest"])
-    number, seen, start, before = len(digests) - 1, np.concatenate(digests), time.time(), about["read"]
-    seen.sort()
+    seen, number, started, before = np.sort(np.concatenate(digests)), len(digests) - 1, time.time(), about["read"]
     state, end, read, tokens = (about[key] for key in ("state", "end", "read", "tokens"))
     work = batches(source, [] if end else files_of(source), state)
     results = in_order(pool, encode_batch, work, source, skip_bad, parts, dtype)
-    bar = progress(source["name"], *((share, " tokens", tokens) if share else (source["bytes"], "B", read)))
-    while not end:
-        rows, ids, tally, full, shown = [], [], Counter(), read + SHARD_BYTES, tokens
-        for (batch_rows, batch_ids, counts), size, state in results:  # noqa: B007
-            rows.append(batch_rows)
-            ids.append(batch_ids)
-            tally.update(counts)
-            read, shown = read + size, shown + int(batch_rows["tokens"][batch_rows["split"] == 0].sum())
-            speed = (read - before) / 1e6 / (time.time() - start)
-            bar.set_postfix_str(f"{speed:.1f} MB/s, {shown / 1e6:.1f}M tokens", refresh=False)
-            bar.update((shown if share else read) - bar.n)
-            if read >= full:
-                break
-        index, end = np.concatenate(rows), state is None
-        keep = first_copies(index["digest"], seen)
-        tally["dropped duplicate"] += int((~keep).sum())
-        reached = tokens + np.cumsum(index["tokens"] * (keep & (index["split"] == 0)), dtype=np.int64)
-        if share and len(index) and reached[-1] >= share:
-            keep[np.searchsorted(reached, share) + 1:], end = False, True  # behind the document that reaches it
-        new = np.sort(index["digest"][keep])
-        seen = np.insert(seen, np.searchsorted(seen, new), new)
-        tokens += int(index["tokens"][keep & (index["split"] == 0)].sum())
-        about = json.dumps(dict(state=state, end=end, read=read, tokens=tokens, tally=tally))
-        shard = io.BytesIO()
-        np.savez(shard, index=index[keep], ids=np.concatenate(ids)[np.repeat(keep, index["tokens"])], about=about)
-        write_atomically(f"{parts}/{source['name']}.{number:06d}.npz", shard.getbuffer())
-        number += 1
-    bar.total = bar.n  # known only now: sizes were packed, or a share is cut at a document
-    bar.close()
-    results.close()
+    total, unit, done = (share, " tokens", tokens) if share else (source["bytes"], "B", read)
+    with contextlib.closing(results), progress(source["name"], total, unit, done) as bar:
+        while not end:
+            rows, ids, tally, full, shown = [], [], Counter(), read + SHARD_BYTES, tokens
+            for (batch_rows, batch_ids, counts), size, state in results:  # noqa: B007
+                rows.append(batch_rows)
+                ids.append(batch_ids)
+                tally.update(counts)
+                read, shown = read + size, shown + int(batch_rows["tokens"][batch_rows["split"] == 0].sum())
+                speed = (read - before) / 1e6 / (time.time() - started)
+                bar.set_postfix_str(f"{speed:.1f} MB/s, {shown / 1e6:.1f}M tokens", refresh=False)
+                bar.update((shown if share else read) - bar.n)
+                if read >= full:
+                    break
+            index, end = np.concatenate(rows), state is None
+            keep = first_copies(index["digest"], seen)
+            tally["dropped duplicate"] += int((~keep).sum())
+            reached = tokens + np.cumsum(index["tokens"] * (keep & (index["split"] == 0)), dtype=np.int64)
+            if share and len(index) and reached[-1] >= share:
+                keep[np.searchsorted(reached, share) + 1:], end = False, True  # behind the document that reaches it
+            new = np.sort(index["digest"][keep])
+            seen = np.insert(seen, np.searchsorted(seen, new), new)
+            tokens += int(index["tokens"][keep & (index["split"] == 0)].sum())
+            about, shard = dict(state=state, end=end, read=read, tokens=tokens, tally=tally), io.BytesIO()
+            np.savez(shard, index=index[keep], ids=np.concatenate(ids)[np.repeat(keep, index["tokens"])],
+                     about=json.dumps(about))
+            write_atomically(f"{parts}/{source['name']}.{number:06d}.npz", shard.getbuffer())
+            number += 1
+        bar.total = bar.n  # known only now: sizes were packed, or a share is cut at a document
     if tokens < share:
         log.warning("NOTICE: source %s has only %d of its %d tokens; nothing is repeated", source["name"], tokens,
                     share)
@@ -766,7 +760,7 @@ def join(recipe, parts, dtype, skip_bad):
             tally.update(about["tally"], **{"dropped held_out_elsewhere": int(lost.sum())})
             for number, row in enumerate(rows):
                 keep = (index["split"] == number) & ~lost
-                ids[np.repeat(keep, index["tokens"])].tofile(bins[number])
+                bins[number].write(ids[np.repeat(keep, index["tokens"])])
                 row["documents"] += int(keep.sum())
                 for key in ("tokens", "bytes"):
                     row[key] += int(index[key][keep].sum())

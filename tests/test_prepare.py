@@ -20,6 +20,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
+from conftest import train_here
 
 import prepare
 from config import Refused
@@ -455,6 +456,25 @@ def test_a_hundred_thousand_ids_take_four_bytes_each(tmp_path):
     assert os.path.getsize(f"{tmp_path}/data/train.bin") == 4 * corpus.tokens("train")
     assert corpus.read("train", 0, corpus.tokens("train")).max() == 99_999
     assert everything(f"{tmp_path}/data") == Counter(texts)
+    assert train_here(f"{tmp_path}/data", f"{tmp_path}/out", "--max_steps=2", "--eval_interval=1") == 0
+
+
+def lines_source(tmp_path, texts):
+    write_jsonl(f"{tmp_path}/s/x.jsonl", texts)
+    return prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
+
+
+def test_the_tokenizer_sample_is_bounded_spread_and_hangs_on_nothing_but_place_and_seed(tmp_path, monkeypatch):
+    texts = [text * (300 if i == 40 else 1) for i, text in enumerate(prose(1000, 30))]  # one of over 10k characters
+    source = lines_source(tmp_path, texts)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 7000)
+    everything = prepare.sample_of(source, 1, 10**9, False)
+    assert sorted(everything) == sorted(text[:10_000] for text in texts if 0.1 <= place(text) < 0.9)
+    some = prepare.sample_of(source, 1, 50_000, False)
+    at = [texts.index(text) for text in some]
+    assert 40_000 < sum(map(len, some)) <= 50_000 and 300 < sum(at) / len(at) < 700
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 10**6)
+    assert prepare.sample_of(source, 1, 50_000, False) == some != prepare.sample_of(source, 2, 50_000, False)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -493,6 +513,38 @@ def test_a_source_that_is_mostly_not_utf8_is_refused(tmp_path):
     assert "over 10% of it is not UTF-8" in out and "00.txt" in out
     run(config, "--skip_bad=True")
     assert meta_of(f"{tmp_path}/data")["dropped"]["a"] == dict(not_utf8=12)
+
+
+def test_packed_files_are_read_to_their_end_and_a_cut_one_is_refused_by_name(tmp_path):
+    texts = prose(400, 31)
+    lines = [(json.dumps(dict(text=text)) + "\n").encode() for text in texts]
+    packed = gzip.compress(b"".join(lines[:200])) + gzip.compress(b"".join(lines[200:]))  # as two writers appended
+    write(f"{tmp_path}/s/a.jsonl.gz", packed)
+    source = prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
+    batch, = [batch for batch, _, _ in prepare.batches(source, prepare.files_of(source))]
+    assert [raw for _, _, raw in batch] == lines
+    write(f"{tmp_path}/s/a.jsonl.gz", packed[:-20])
+    assert "a.jsonl.gz" in run(recipe(tmp_path, sources=[dict(name="s", path=f"{tmp_path}/s")]), code=2)
+
+
+def test_train_refuses_data_that_was_cut_or_mixed_up_or_holds_an_id_outside_the_vocabulary(mixed, tmp_path):
+    data, out = f"{tmp_path}/data", f"{tmp_path}/out"
+    subprocess.run(["cp", "-r", f"{mixed[0]}/data", data], check=True)
+    with open(f"{data}/train.bin", "r+b") as file:
+        file.truncate(os.path.getsize(file.name) - 1)
+    with pytest.raises(Refused, match="train.bin has .* bytes"):
+        train_here(data, out)
+    other = np.zeros(os.path.getsize(f"{mixed[0]}/data/train.bin") // 2, "<u2")  # as of another tokenizer
+    other.tofile(f"{data}/train.bin")
+    with pytest.raises(Refused, match="train.bin differs from its sha256"):
+        train_here(data, out)
+    meta = meta_of(data)
+    other[:] = 400
+    other.tofile(f"{data}/train.bin")
+    prepare.seal(data, meta)
+    with pytest.raises(Refused, match="train.bin has id 400 at token .* vocabulary ends at 400"):
+        train_here(data, out)
+    assert not os.path.exists(f"{out}/ckpt") or not os.listdir(f"{out}/ckpt")
 
 
 def test_a_rust_panic_names_the_document(monkeypatch):
@@ -616,6 +668,43 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_data(tmp_path):
     assert "0.1 GB, 0.0 GB are free" in run(new, "--overwrite=True", code=2, patch="import shutil\n" + free +
                                             "\nos.system(f'rm -rf {os.sys.argv[1][:-11]}data/parts')")
     assert sums(f"{tmp_path}/data") == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
+def test_a_disk_that_fills_up_is_one_line_and_with_more_room_the_same_command_goes_on(tmp_path):
+    texts = prose(20_000, 18)
+    for name, count in (("old", 120), ("new", 20_000)):
+        write_jsonl(f"{tmp_path}/{name}.jsonl", texts[:count])
+    disk = f"{tmp_path}/disk"
+    os.mkdir(disk)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        old, new = (recipe(tmp_path, sources=[dict(name="a", path=f"{tmp_path}/{name}.jsonl")], data_dir=f"{disk}/d")
+                    for name in ("old", "new"))
+        patch = "prepare.check_space = lambda *_: None; prepare.SHARD_BYTES = 1_000_000"
+        run(old, patch=patch)
+        before = sums(f"{disk}/d")
+        out = run(new, "--overwrite=True", code=2, patch=patch)
+        assert "No space left on device" in out and sums(f"{disk}/d") == before
+        subprocess.run(["mount", "-o", "remount,size=60m", disk], check=True)
+        run(new, "--overwrite=True", patch=patch)
+        assert sum(everything(f"{disk}/d").values()) == 20_000
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_seven_times_the_input_takes_no_more_memory_than_sixteen_bytes_a_document(tmp_path):
+    texts = prose(60_000, 19)
+    peaks, patch = {}, "prepare.SHARD_BYTES = 1_000_000; prepare.BATCH_BYTES = 100_000\n" \
+        "prepare.BLOCK_BYTES = 1_000_000\nimport atexit\n" \
+        "atexit.register(lambda: print(open('/proc/self/status').read()))"
+    for count in (8_000, 60_000):
+        write_jsonl(f"{tmp_path}/{count}/x.jsonl", texts[:count])
+        config = recipe(tmp_path, sources=[dict(name="a", path=f"{tmp_path}/{count}")], data_dir=f"{tmp_path}/d{count}")
+        run(config, code=9, patch="prepare.encode_source = lambda *_: os._exit(9)")  # the tokenizer is made
+        peaks[count] = int(run(config, patch=patch).split("VmHWM:")[1].split()[0]) * 1024
+    assert peaks[60_000] - peaks[8_000] < 6e6 + 16 * 52_000, peaks
 
 
 # ---- streams and the Hub ---------------------------------------------------------------------------------------------
