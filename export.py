@@ -277,7 +277,7 @@ def main():
     if (tokenizer.vocab_size, tokenizer.eot_id) != (shape.vocab_size, shape.eot_id):
         raise Refused(f"{c.out_dir}: the tokenizer has {tokenizer.vocab_size} ids, the weights have "
                       f"{shape.vocab_size}: they are not of one run")
-    special = next(text for text, token in meta["tokenizer"]["special_tokens"].items() if token == shape.eot_id)
+    [special] = [text for text, token in meta["tokenizer"]["special_tokens"].items() if token == shape.eot_id]
     config, tensors = to_llama(weights, shape, c.dtype)
     config["nanobase"] = dict(step=saved["step"], tokenizer_sha256=meta["tokenizer"]["sha256"],
                               data_fingerprint=saved["data_fingerprint"])
@@ -285,7 +285,7 @@ def main():
     tokenizer_config = dict(
         tokenizer_class="PreTrainedTokenizerFast", model_max_length=shape.block_size, split_special_tokens=True,
         clean_up_tokenization_spaces=False, padding_side="left",
-        **{f"{kind}_token": special for kind in ("bos", "eos", "pad")})
+        bos_token=special, eos_token=special)  # no pad_token: who masks padding in a loss would mask every end
     generation_config = dict(
         do_sample=True, temperature=0.8, top_k=50,  # as sample.py
         **{f"{kind}_token_id": shape.eot_id for kind in ("bos", "eos", "pad")})

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -362,15 +363,28 @@ def test_everything_is_synced_before_the_folder_gets_its_name(out_dir, tmp_path,
 
 
 def test_killed_or_out_of_space_it_leaves_no_half_folder_and_the_same_command_then_works(out_dir, folder, tmp_path):
-    patches = dict(killed="os.rename = lambda *_: os.kill(os.getpid(), 9)", full=(
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"))
-    for name, patch in patches.items():
+    def killed():
+        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    def full():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    for name, fault, code in (("killed", killed, -signal.SIGKILL), ("full", full, 2)):
         words = (f"--out_dir={out_dir}", f"--to={tmp_path}/{name}")
-        code, _, err = finish(start("-c", f"import os, export; {patch}; export.main()", *words))
-        assert code == (-signal.SIGKILL if name == "killed" else 2) and not os.path.exists(f"{tmp_path}/{name}"), err
+        child = os.fork()  # a process of its own, without the seconds of its imports
+        if not child:
+            try:
+                fault()
+                main(*words)
+            except Refused:
+                os._exit(2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
         assert os.listdir(tmp_path) == (["killed.export.tmp"] if name == "killed" else [])
         main(*words)
+        assert os.listdir(tmp_path) == [name]
         for file in FILES - {"README.md", "SHA256SUMS"}:  # the card has the folder's name
             assert open(f"{tmp_path}/{name}/{file}", "rb").read() == open(f"{folder}/{file}", "rb").read()
         shutil.rmtree(f"{tmp_path}/{name}")
