@@ -27,7 +27,6 @@ from diagnosis import SYMPTOMS, diagnose, history, mishaps, most, of  # noqa: F4
 @dataclass(frozen=True)
 class Config:  # words without -- are run folders; none: out
     gpu_hour_price: float = 0.0  # of one device; 0: what the run's settings say
-    currency: str = ""  # of that price; empty: what the run's settings say
     budget_gpu_hours: float = 0.0  # of all these runs; 0: what the run's settings say
 
 
@@ -63,15 +62,16 @@ def middle(rows, key):
     return float(np.median(values)) if values else None
 
 
-def read_run(folder):
+def read_run(folder, several=False):
     """A run folder as a namespace: its files, and figures that are None where nothing was recorded.
 
     Raises Refused where there is no run at all.
     """
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("log.jsonl", "run.json")):
         raise Refused(f"{folder} holds no run (neither log.jsonl nor run.json): name the out_dir of a train.py run")
-    r = SimpleNamespace(name="/".join(os.path.abspath(folder).split("/")[-2:]), who="", rows=read_log(folder),
+    r = SimpleNamespace(name="/".join(os.path.abspath(folder).split("/")[-2:]), rows=read_log(folder),
                         discarded=read_log(folder, "log.discarded.jsonl"))
+    r.who = f"{r.name}: " if several else ""  # begins a sentence about it
     for name in ("run", "meta", "bench", "preflight", "prepare"):
         setattr(r, name, {})
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, f"{name}.json"), "rb") as f:
@@ -184,8 +184,7 @@ def gap(r):
                     f"training at the MFU measured, {hours(r.n_params, tokens, r.world, peak, 0.4):.3g} h at 40%.")
     parts = [f"{what} {s / r.elapsed_s:.1%}" for what, s in where_time_went(r).items() if r.elapsed_s and s]
     waits = sum(row["data_ms"] for row in r.steps) / max(1e-9, sum(row["step_ms"] for row in r.steps))
-    if parts:
-        said.append(f"Where the time went: {', '.join(parts)}; of the steps {waits:.1%} was waiting for data.")
+    said.append(f"Where the time went: {', '.join(parts) or 'not measured'}; {waits:.1%} of the steps was data wait.")
     return " ".join(said)
 
 
@@ -203,7 +202,7 @@ def costs(runs, c):
              for name, x in rows]
     if budget:
         lines.append(("budget", f"{budget:g}", f"{rows[-1][1] / budget:.1%} used"))
-    money = c.currency or settings.get("currency") or "USD" if price else "money: no --gpu_hour_price was given"
+    money = settings.get("currency") or "USD" if price else "money: no --gpu_hour_price was given"
     return table("Cost", ("", "device-hours", money), lines)
 
 
@@ -285,7 +284,7 @@ def plot(runs, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    plt.rcParams.update({"font.size": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
                          "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False,
                          "axes.spines.right": False})
     figure, r, several, shown = plt.figure(figsize=(16, 10), dpi=100), runs[0], len(runs) > 1, []
@@ -313,20 +312,18 @@ def plot(runs, path):
             tint = GREY if what == "resume" or several else RED
             for axes in (large, *small.values()):
                 axes.axvline(step, color=tint, linewidth=1, linestyle="--", alpha=0.8)
-            large.text(step, 0.16 - 0.035 * (i % 4), f" {what}", color=tint, fontsize=10,
-                       transform=large.get_xaxis_transform())
-    if r.vocab_size and shown:
+            large.text(step, 0.16 - 0.035 * (i % 4), f" {what} ", color=tint, transform=large.get_xaxis_transform(),
+                       ha="left" if step < 0.8 * run.step else "right")
+    if r.vocab_size:
         shown.append(math.log(r.vocab_size))
         large.axhline(shown[-1], color=GREY, linewidth=1, linestyle=":")
-        large.text(1, shown[-1], "ln V: nothing learned", ha="right", va="bottom", fontsize=10, color=GREY,
+        large.text(1, shown[-1], "ln V: nothing learned", ha="right", va="bottom", color=GREY,
                    transform=large.get_yaxis_transform())
-    if shown:
-        low, high = min(shown), min(max(shown), 2 * sorted(shown)[len(shown) // 2] + 2)
-        large.set_ylim(low - 0.12 * (high - low), high + 0.06 * (high - low))
-        large.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3 if several else 6, frameon=False,
-                     columnspacing=1, handletextpad=0.3, borderaxespad=0.2)
-    else:
-        large.text(0.5, 0.5, "no loss was logged yet", ha="center", color=GREY, transform=large.transAxes)
+    low, high = (min(shown), min(max(shown), 2 * sorted(shown)[len(shown) // 2] + 2)) if len(shown) > 1 else (0, 10)
+    low = min(low, high - 1)  # the noise of a flat curve must not look like a slope
+    large.set_ylim(low - 0.12 * (high - low), high + 0.06 * (high - low))
+    large.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3 if several else 6, frameon=False, columnspacing=1,
+                 handletextpad=0.3, borderaxespad=0.2)
     norms = [row["grad_norm"] for run in runs for row in run.steps if row["grad_norm"] is not None]
     small["grad_norm"].set_ylim(0, 1.5 * float(np.quantile(norms, 0.98)) if norms else 1)
     small["grad_norm"].axhline(clip or math.nan, color=GREY, linewidth=1, linestyle=":")
@@ -338,12 +335,11 @@ def plot(runs, path):
         axes.set(xlabel="step", xlim=(0, 1.02 * max(1, *(run.step for run in runs))))
         if axes not in (large, small["grad_norm"]) and 0 < axes.dataLim.ymax < math.inf:
             axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
-    title = f"{len(runs)} runs" if several else f"{r.name} · {r.status} at step {r.step:,} · {r.verdict}"
+    title = f"{len(runs)} runs" if several else f"{r.name} · {r.status}, step {r.step:,} · {r.verdict}"
     figure.text(0.05, 0.965, title, fontsize=16, fontweight="bold")
     figure.text(0.05, 0.94, f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')} · thick line: running "
                 "median, dots: val, diamond: the last val", fontsize=11, color=GREY)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    figure.savefig(picture := io.BytesIO(), format="png")
     plt.close(figure)
     write(path, picture.getvalue())
 
@@ -357,10 +353,8 @@ def write(path, data):
 
 def write_report(out_dirs, c=None):
     """Writes report.md and report.png into the first of the run folders. Returns their paths. Raises Refused."""
-    c, runs = c or Config(), [read_run(folder) for folder in out_dirs]
+    c, runs = c or Config(), [read_run(folder, len(out_dirs) > 1) for folder in out_dirs]
     several, names = len(runs) > 1, [r.name for r in runs] if len(runs) > 1 else ["this run"]
-    for r in runs if several else ():
-        r.who = f"{r.name}: "
     facts, speeds, results = ([figures(r) for r in runs] for figures in (basics, speed, quality))
     lines = [f"# {', '.join(r.name for r in runs)}", "", *five_questions(runs), "", "![curves](report.png)", "",
              "## Diagnosis", ""]
