@@ -352,8 +352,9 @@ def test_a_resume_lists_what_changed_and_refuses_what_must_not(data_dir, straigh
     stop_after(monkeypatch, 4)
     assert train_here(data_dir, tmp_path, "--dropout=0.1") == 143
     with pytest.raises(Refused) as refused:
-        train_here(data_dir, tmp_path, "--n_layer=3", "--seed=5", "--dropout=0.2")
-    assert "n_layer: 2 -> 3" in str(refused.value) and "seed: 1337 -> 5" in str(refused.value)
+        train_here(data_dir, tmp_path, *"--n_layer=3 --seed=5 --dropout=0.2 --block_size=64 --dtype=bfloat16".split())
+    for part in ("n_layer: 2 -> 3", "seed: 1337 -> 5", "block_size: 32 -> 64", "dtype: float32 -> bfloat16"):
+        assert part in str(refused.value)
     assert "dropout" not in str(refused.value)
     other = write_data(str(tmp_path / "other"), sentences(100, seed=1))
     with pytest.raises(Refused, match="data:"):
