@@ -261,7 +261,7 @@ def test_damaged_or_foreign_weights_are_not_started_from(folder, tmp_path):
         f.write(bytes([byte ^ 4]))
     with pytest.raises(Refused, match="copy the folder again"):
         load_weights(f"{tmp_path}/flipped")
-    for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")), dict(num_hidden_layers=3),
+    for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")), dict(num_hidden_layers=3), dict(num_hidden_layers=1),
                    dict(num_key_value_heads=3), dict(hidden_size="wide")):
         shutil.copytree(folder, f"{tmp_path}/other", dirs_exist_ok=True)
         with open(f"{tmp_path}/other/config.json", "w") as f:
