@@ -261,8 +261,8 @@ def test_damaged_or_foreign_weights_are_not_started_from(folder, tmp_path):
         f.write(bytes([byte ^ 4]))
     with pytest.raises(Refused, match="copy the folder again"):
         load_weights(f"{tmp_path}/flipped")
-    for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")), dict(num_hidden_layers=3), dict(num_hidden_layers=1),
-                   dict(num_key_value_heads=3), dict(hidden_size="wide")):
+    for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")), dict(num_hidden_layers=3),
+                   dict(num_hidden_layers=1), dict(num_key_value_heads=3), dict(hidden_size="wide")):
         shutil.copytree(folder, f"{tmp_path}/other", dirs_exist_ok=True)
         with open(f"{tmp_path}/other/config.json", "w") as f:
             json.dump(prepare.read_json(f"{folder}/config.json") | change, f)
@@ -334,9 +334,9 @@ def test_wrong_inputs_end_in_one_line_with_exit_code_2_and_write_nothing(out_dir
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for words, part in (((f"--out_dir={tmp_path}/nowhere", f"--to={tmp_path}/new"), "nowhere"),
-                        ((f"--out_dir={out_dir}",), "--to"),
-                        ((f"--out_dir={out_dir}", f"--to={tmp_path}/full"), "full"),
-                        ((f"--out_dir={out_dir}", f"--to={tmp_path}/file"), "file"),
+                        ((f"--out_dir={out_dir}",), "must name a folder"),
+                        ((f"--out_dir={out_dir}", f"--to={tmp_path}/full"), "must name a folder"),
+                        ((f"--out_dir={out_dir}", f"--to={tmp_path}/file"), "must name a folder"),
                         ((f"--out_dir={out_dir}", f"--to={tmp_path}/new", "--dtype=float16"), "dtype")):
         with pytest.raises(Refused, match=part):
             main(*words)
