@@ -102,9 +102,9 @@ class Config:
     note: str = ""  # anything to remember
 
 
-TENSOR_KEYS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "tie_embeddings", "optimizer")
+SHAPE_KEYS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "tie_embeddings")
 CHANGEABLE = ("block_size", "rope_theta", "norm_eps", "doc_mask", "dtype", "seed", "global_batch_tokens", "data")
-FIXED_KEYS = TENSOR_KEYS + CHANGEABLE  # refused on resume when changed; the second kind unless allow_change names it
+FIXED_KEYS = (*SHAPE_KEYS, "optimizer", *CHANGEABLE)  # refused on resume when changed, the last unless allow_change
 WSD_DECAY = 0.2  # share of the run over which wsd decays (MiniCPM found 10% or more enough)
 MAX_FP16_SKIPS = 20  # updates in a row that the fp16 scaler may skip before it is an alarm
 
@@ -452,10 +452,15 @@ def build(c, ranks, stop, log, device, corpus, saved):
     torch.set_float32_matmul_precision("high")
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
     if not saved and c.init_from not in ("auto", "scratch"):
-        try:
-            model.load_state_dict(load_weights(c.init_from)[0])
-        except RuntimeError:
-            raise Refused(f"init_from={c.init_from} holds weights of another shape than these settings") from None
+        weights, other, source = load_weights(c.init_from)
+        tokenizer = corpus.meta["tokenizer"]["sha256"]
+        if source.get("tokenizer_sha256", tokenizer) != tokenizer:
+            raise Refused(f"init_from={c.init_from} was trained with another tokenizer than that of {c.data_dir}: its "
+                          f"ids stand for other text")
+        if differing := [f"{key} {getattr(other, key)}" for key in ("vocab_size", "eot_id", *SHAPE_KEYS)
+                         if getattr(other, key) != getattr(shape, key)]:
+            raise Refused(f"init_from={c.init_from} holds weights of another shape: {', '.join(differing)}")
+        model.load_state_dict(weights)
     if c.compile and (lacking := why_no_compile(device)):
         log.say(f"not compiled: {lacking}")
     elif c.compile:
@@ -575,7 +580,8 @@ def save(run, kind):
     rng = run.ranks.gather(rng_state(run.device)) if kind == "step" else None
     if run.ranks.rank == 0 and (reason := why_bad(path) or ("always written anew" if kind == "weights" else None)):
         content = dict(model=run.model.state_dict(), settings=asdict(c), vocab_size=run.shape.vocab_size, step=step,
-                       eot_id=run.shape.eot_id, data_fingerprint=run.corpus.fingerprint, commit=run.log.run["commit"])
+                       eot_id=run.shape.eot_id, data_fingerprint=run.corpus.fingerprint, commit=run.log.run["commit"],
+                       tokenizer_sha256=run.corpus.meta["tokenizer"]["sha256"])
         if kind == "step":
             content |= run.state | dict(
                 order_crc=order_crc(c, run.corpus, run.state["windows"]), scaler=run.scaler.state_dict(),

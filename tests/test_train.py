@@ -1,5 +1,6 @@
 """The loop: which tokens, which rate, what is logged; stopping, saving and going on as if nothing had happened."""
 import collections
+import hashlib
 import json
 import math
 import os
@@ -412,8 +413,18 @@ def test_a_start_from_weights_begins_at_step_0_and_refuses_another_shape(data_di
     assert train_here(data_dir, tmp_path / "a", f"--init_from={straight}") == 0
     assert column(tmp_path / "a", "loss")[0] < column(straight, "loss")[0] - 1
     assert column(tmp_path / "a", "step") == list(range(1, 9))
-    with pytest.raises(Refused, match="another shape"):
-        train_here(data_dir, tmp_path / "b", f"--init_from={straight}", "--n_layer=3")
+    for words in (["--n_layer=3"], ["--n_head=2", "--n_kv_head=1"]):  # the second has tensors of the same sizes
+        with pytest.raises(Refused, match="another shape"):
+            train_here(data_dir, tmp_path / "b", f"--init_from={straight}", *words)
+    other = write_data(str(tmp_path / "other"), sentences(40))
+    meta = json.load(open(f"{other}/meta.json"))
+    ranks = open(f"{other}/tokenizer.tiktoken").read().replace("YQ== 97", "-").replace("Yg== 98", "YQ== 98").replace(
+        "-", "Yg== 97")
+    open(f"{other}/tokenizer.tiktoken", "w").write(ranks)
+    meta["tokenizer"]["sha256"] = hashlib.sha256(ranks.encode()).hexdigest()
+    prepare.seal(other, meta)
+    with pytest.raises(Refused, match="another tokenizer"):
+        train_here(other, tmp_path / "b", f"--init_from={straight}")
 
 
 def test_a_periodic_evaluation_cut_short_is_made_up_for(data_dir, tmp_path, monkeypatch):
