@@ -4,6 +4,7 @@
     python prepare.py --docs=FOLDER              your own documents, every sub-folder one source
     python prepare.py config/data_demo.py        another recipe
 
+HF_ENDPOINT names a mirror of the Hub, HF_TOKEN opens private and gated data sets.
 Interrupted, the same command continues. Same recipe and inputs: same bytes, whatever the number of processes.
 """
 import array
@@ -264,30 +265,32 @@ def ending(path):
 def local_files(path):
     """(sorted files to read, {ending: number passed over}) of a file, a folder, a glob or an embedded corpus."""
     library, other = os.path.dirname(os.__file__), Counter()
-    if path == "python:topics":
-        return [f"{library}/pydoc_data/topics.py"], other
-    hidden = NO_LIBRARY if path == "python:library" else ()
-    tops = [library] if hidden else [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    files = [top for top in tops if os.path.isfile(top)]
-    for folder, below, names in itertools.chain.from_iterable(os.walk(top) for top in tops):
+    if os.path.isfile(path) or path == "python:topics":
+        return [path if os.path.isfile(path) else f"{library}/pydoc_data/topics.py"], other
+    hidden, endings = (NO_LIBRARY, {"py"}) if path == "python:library" else ((), READABLE | {ending(path)})
+    top, files = library if hidden else path, set()
+    found = os.walk(top) if os.path.isdir(top) else [
+        (os.path.dirname(file), [], [os.path.basename(file)]) for file in glob.glob(top, recursive=True)
+        if os.path.isfile(file)]
+    for folder, below, names in found:
         below[:] = [name for name in below if not name.startswith(".") and name not in hidden]
         for name in names:
-            if ending(name) in ({"py"} if hidden else READABLE) and not name.startswith("."):
-                files.append(f"{folder}/{name}")
+            if ending(name) in endings and not name.startswith("."):
+                files.add(os.path.join(folder, name))
             else:
-                other["." + ending(name)] += 1
-    return sorted(set(files)), Counter() if hidden else other
+                other["." + ending(name) if "." in name else "without an ending"] += 1
+    return sorted(files), Counter() if hidden else other
 
 
 def docs_sources(folder):
     """The sub-folders of a folder and, as one source more, the files directly in it."""
     if not os.path.isdir(folder):
         raise Refused(f"--docs={folder}: no such folder")
-    folder = folder.rstrip("/")
-    records = [dict(name=name, path=f"{folder}/{name}") for name in sorted(os.listdir(folder))
-               if os.path.isdir(f"{folder}/{name}") and not name.startswith(".")]
-    direct = dict(name=os.path.basename(os.path.abspath(folder)), path=f"{glob.escape(folder)}/*.*")
-    return records + [direct] * any(os.path.isfile(path) for path in glob.glob(direct["path"]))
+    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+    records = [dict(name=name, path=os.path.join(folder, name)) for name in names]
+    below = [record for record in records if os.path.isdir(record["path"])]
+    direct = dict(name=os.path.basename(os.path.abspath(folder)), path=os.path.join(glob.escape(folder), "*"))
+    return below + [direct] * (len(below) < len(records))
 
 
 def within(seconds, function):
@@ -316,29 +319,6 @@ def hub_problem():
     return ""
 
 
-def checked_records(settings, begun):
-    """(source records that the settings stand for, is it the corpus embedded here in place of the Hub's)."""
-    named, fallback, auto = dict(NAMED), False, settings.sources == ("auto",)
-    if auto and settings.docs:
-        named["auto"] = []
-    elif auto and (not begun or begun.get("fallback")) and hub_problem():
-        named["auto"], fallback = named["embedded"], True
-    records = docs_sources(settings.docs) if settings.docs else []
-    for source in settings.sources:
-        records += named.get(source, [source]) if isinstance(source, str) else [source]
-    for record in records:
-        if not isinstance(record, dict) or not {"name", "path"} <= set(record) <= set(RECORD):
-            raise Refused(f"sources: {record!r} is not auto, embedded or a dict with name, path and maybe "
-                          f"{', '.join(list(RECORD)[2:])}")
-        weight, kind = record.get("weight", 1), record.get("kind")
-        if not isinstance(weight, (int, float)) or not weight > 0 or kind not in (None, "prose", "code"):
-            raise Refused(f"source {record['name']}: weight must be over 0, kind prose or code")
-    names = [record["name"] for record in records]
-    if not names or len(set(names)) < len(names) or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
-        raise Refused(f"sources need different names of letters, digits, '.', '-' and '_', got {names}")
-    return records, fallback
-
-
 def resolve(record, settings, begun, total_weight):
     """A record with what it stands for today: Hub commit or digest of the files, share, held-out fraction."""
     source = {**RECORD, **record, "commit": None}
@@ -353,7 +333,7 @@ def resolve(record, settings, begun, total_weight):
         files, other = local_files(source["path"])
         if other:
             log.info("source %s: passed over: %s", source["name"],
-                     ", ".join(f"{n:,} {kind}" for kind, n in sorted(other.items())))
+                     ", ".join(f"{n:,} {kind}" for kind, n in other.most_common(9)))
         sizes = [(os.path.basename(file), os.path.getsize(file)) for file in files]
         if not sizes:
             raise Refused(f"source {source['name']}: {source['path']} has no file that can be read")
@@ -366,11 +346,27 @@ def resolve(record, settings, begun, total_weight):
 
 def make_recipe(settings, begun):
     """What decides every byte, of the settings and of what they find; begun: the recipe that is there already."""
-    records, fallback = checked_records(settings, begun)
-    total_weight = sum(record.get("weight", 1.0) for record in records)
-    if fallback:
+    named, fallback, auto = dict(NAMED), False, settings.sources == ("auto",)
+    if auto and settings.docs:
+        named["auto"] = []
+    elif auto and (not begun or begun.get("fallback")) and hub_problem():
+        named["auto"], fallback = named["embedded"], True
         log.warning("NOTICE: the Hub cannot be used: %s.\nNOTICE: %s gets the embedded corpus, the Python standard "
                     "library of this machine, not the real mixture.", hub_problem(), settings.data_dir)
+    records = docs_sources(settings.docs) if settings.docs else []
+    for source in settings.sources:
+        records += named.get(source, [source]) if isinstance(source, str) else [source]
+    for record in records:
+        if not isinstance(record, dict) or not {"name", "path"} <= set(record) <= set(RECORD):
+            raise Refused(f"sources: {record!r} is not auto, embedded or a dict with name, path and maybe "
+                          f"{', '.join(list(RECORD)[2:])}")
+        weight, kind = record.get("weight", 1), record.get("kind")
+        if not isinstance(weight, (int, float)) or not weight > 0 or kind not in (None, "prose", "code"):
+            raise Refused(f"source {record['name']}: weight must be over 0, kind prose or code")
+    names = [record["name"] for record in records]
+    if not names or len(set(names)) < len(names) or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
+        raise Refused(f"sources need different names of letters, digits, '.', '-' and '_', got {names}")
+    total_weight = sum(record.get("weight", 1.0) for record in records)
     return dict(schema=1, vocab_size=settings.vocab_size, budget_tokens=settings.budget_tokens, seed=settings.seed,
                 fallback=fallback, sources=[resolve(record, settings, begun, total_weight) for record in records])
 
@@ -584,7 +580,7 @@ def encode_batch(batch, source, skip_bad, folder, dtype):
             own = encode_long(encoding, data.decode())
         except BaseException as error:  # a Rust panic is no Exception
             raise Refused(f"{where}: tiktoken cannot encode this document ({error})") from None
-        ids.extend(own)
+        ids.fromlist(own)  # three times as fast as extend
         ids.append(encoding.n_vocab)  # the encoding knows no special tokens: n_vocab is end-of-text
         rows.append((digest, split, len(own) + 1, len(data)))
     return np.array(rows, INDEX), np.array(ids, dtype), tally
@@ -861,8 +857,8 @@ def prepare(settings):
     recipe = make_recipe(settings, begun or finished)
     complete, resumed = ({**other, "fallback": 0} == {**recipe, "fallback": 0} for other in (finished, begun))
     if complete:
-        if resumed:  # it was killed while it tidied up
-            shutil.rmtree(parts)
+        if resumed or not begun:  # it was killed while it tidied up
+            shutil.rmtree(parts, ignore_errors=True)
         show(data_dir)
         return log.info("%s is finished and of this recipe: nothing to do", data_dir)
     if not settings.overwrite and not resumed and (begun or finished or os.path.exists(f"{data_dir}/train.bin")):
@@ -870,7 +866,8 @@ def prepare(settings):
                       "--overwrite=True")
     hub = [source for source in recipe["sources"] if source["hub"]]
     if hub and hub_problem():
-        raise Refused(f"the Hub cannot be used: {hub_problem()}; the same command continues when it can")
+        raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {hub_problem()}; the same "
+                      "command continues when it can")
     with lock(data_dir):
         file_handler = logging.FileHandler(f"{data_dir}/prepare.log", encoding="utf-8")
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

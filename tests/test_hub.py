@@ -6,7 +6,6 @@ import io
 import json
 import re
 import threading
-import time
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -173,10 +172,9 @@ def test_what_cannot_be_read_is_refused_by_name_before_any_work(tmp_path, hub, w
     hub.repos["o/table"] = {"x.csv": b"text\nhello\n"}
     hub.rule = lambda path: trouble[1] if trouble and path.endswith(trouble[0]) else None
     record = dict(sources()[2], name="mine") | record
-    started = time.time()
     out = run(path_of(tmp_path, "d", [sources()[1], record]), env=hub.env, code=2)
     assert why in out and f"field '{record['text_field']}' of source mine" in out and "HF_TOKEN" in out
-    assert time.time() - started < 30 and not (tmp_path / "d" / "parts").exists()
+    assert "trying again" not in out and not (tmp_path / "d" / "parts").exists()
 
 
 def test_a_hub_that_asks_for_patience_is_asked_again_with_the_wait_shown_but_not_for_ever(tmp_path, hub, whole):

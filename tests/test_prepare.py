@@ -153,6 +153,8 @@ def mixed(tmp_path_factory):
     write(f"{folder}/docs/files/.hidden.txt", "not read, ever, by anybody")
     write(f"{folder}/docs/files/short.txt", "tiny")
     write(f"{folder}/docs/direct.txt", "A document directly in the folder, not in a sub-folder.")
+    write(f"{folder}/docs/direct.png", "No document, though it reads like one.")
+    write(f"{folder}/docs/v1.0/dotted.txt", "A document in a folder with a dot in its name.")
     write(f"{folder}/docs/files/spaces.txt", "begin" + "\n" * 1_000_000 + "end of a million line ends")
     write(f"{folder}/docs/files/a.sql", "a" * 2_000_000)
     write(f"{folder}/docs/files/b.sql", " " * 1_000_000 + "select everything")
@@ -166,8 +168,10 @@ def test_every_kind_of_file_becomes_documents_of_the_source_of_its_folder(mixed)
     found = everything(f"{folder}/data")
     for text in [*prose(80, 1), *prose(60, 2), *prose(20, 3), CHINESE * 3]:
         assert found[text] == 1
-    assert set(meta_of(f"{folder}/data")["splits"]["train"]) == {"docs", "files", "rows", "web"}
-    assert "not read, ever, by anybody" not in found
+    assert set(meta_of(f"{folder}/data")["splits"]["train"]) == {"docs", "files", "rows", "web", "v1.0"}
+    assert "not read, ever, by anybody" not in found and "No document, though it reads like one." not in found
+    assert found["A document directly in the folder, not in a sub-folder."] == 1
+    assert found["A document in a folder with a dot in its name."] == 1
 
 
 def test_text_that_looks_like_a_special_token_is_text_and_end_of_text_only_ends_documents(mixed):
