@@ -94,22 +94,23 @@ def memory(p):
         free = 1024 * int(re.search(r"MemAvailable: *(\d+)", f.read())[1]) // p.world
     if cuda:
         free = min(torch.cuda.mem_get_info(i)[0] for i in range(p.world))
-    if need > 0.95 * free if cuda else p.n_params > LARGE:
-        p.small = narrowed(p.small)
-        p.note = f" (2 layers x 128, context {p.small.block_size}: the real shape is too large here)"
     said = f"{p.world} x {device_name(p.device)}; about {need / 2**30:.2f} of {free / 2**30:.1f} GiB needed on each"
+    if need > 0.95 * free if cuda else p.n_params > LARGE:
+        p.small, p.note = narrowed(p.small), " [2 x 128]"
+        said += f"; too large to try here: [2 x 128] is said of 2 layers x 128, context {p.small.block_size}"
     return (True, said) if need < 0.95 * free else (None if 16 * p.n_params < free else False, f"{said}: {OOM_HELP}")
 
 
 # ---- data
 
 def files(p):
-    corpus, tokenizer = prepare.Corpus(p.c.data_dir, check="all"), prepare.Tokenizer(p.c.data_dir)
-    special, size = corpus.meta["tokenizer"]["special_tokens"], sum(map(corpus.tokens, prepare.SPLITS))
-    if (corpus.vocab_size, corpus.eot_id) != (len(tokenizer.ranks) + len(special), special.get(prepare.EOT)):
-        return False, (f"meta.json speaks of {corpus.vocab_size:,} ids, end-of-text {corpus.eot_id:,}; its tokenizer "
-                       f"has {len(tokenizer.ranks):,} and {special}: they do not belong together")
-    return True, f"{size:,} tokens, every byte as its sha256 says; vocabulary {corpus.vocab_size:,}"
+    corpus = prepare.Corpus(p.c.data_dir, check="all")
+    described, size = corpus.meta["tokenizer"], sum(map(corpus.tokens, prepare.SPLITS))
+    ranks, special = len(prepare.read_ranks(p.c.data_dir, described["sha256"])), described["special_tokens"]
+    if (corpus.vocab_size, corpus.eot_id) != (ranks + len(special), special.get(prepare.EOT)):
+        return False, (f"meta.json speaks of {corpus.vocab_size:,} ids, end-of-text {corpus.eot_id:,}; the tokenizer "
+                       f"has {ranks:,} and {special}: they do not belong together")
+    return True, f"{size:,} tokens as their sha256 say, vocabulary {corpus.vocab_size:,}"
 
 
 def scan(corpus, split, weight):
@@ -150,8 +151,9 @@ def documents(p):
         for total, *here in p.found[a].T[np.isin(p.found[a][0], p.found[b][0])]:
             for _, *there in p.found[b].T[p.found[b][0] == total]:
                 if words(a, *here) == words(b, *there):
-                    return False, (f"the document at token {there[0]} of {b}.bin stands at token {here[0]} of {a}.bin "
-                                   f"too: {words(b, *there)[:20]!r}; prepare the data again")
+                    began = tokenizer.decode(corpus.read(b, int(there[0]), int(min(8, there[1] - there[0]))))
+                    return False, (f"the document at token {there[0]} of {b}.bin, {began!r}, stands at token {here[0]} "
+                                   f"of {a}.bin as well: prepare the data again")
     return True, (", ".join(f"{split} {part.shape[1]:,}" for split, part in p.found.items()) + ": ids in range, one "
                   "end-of-text each, none of val or test in another split")
 
@@ -449,7 +451,7 @@ PROVES = """
 What passing proves: the data are whole and apart from what is held out; this code on this machine computes the loss it
 should, learns, saves, and goes on after a kill as if there had been none; disk, memory and hours suffice. What it does
 not: that data, size and rate make a good model, that a machine keeps well for days, anything about other nodes, nor
-about the real shape and a whole step where a line speaks of 2 layers or of fewer tokens."""
+about the real shape where a line says [2 x 128], nor about steps of more than 4 micro-batches."""
 
 
 def ask(p, function, needs, results):
@@ -501,7 +503,7 @@ def main():
                 if sys.stdout.isatty():
                     print(f"{name} ...", end="\r", flush=True)
                 results[name], said = ask(p, function, needs, results)
-                if "files" in needs and part not in ("data", "time"):
+                if "files" in needs and part not in ("data", "time") and results[name] != "not run":
                     said = re.sub("$", p.note, said, count=1, flags=re.MULTILINE)
                 rows.append(dict(part=part, check=name, result=results[name], measured=said, cost=cost))
                 show(name, results[name], said, cost)
@@ -513,7 +515,7 @@ def main():
     record = dict(schema=1, time=began, seconds=seconds, device_hours=seconds * p.world / 3600, checks=rows,
                   estimate=p.estimate, settings=asdict(c), commit=git("rev-parse", "HEAD"))
     print(", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)), "in", train.duration(seconds))
-    print(PROVES)
+    print("" if c.only else PROVES)
     try:
         os.makedirs(c.out_dir, exist_ok=True)
         prepare.write_atomically(path, json.dumps(without_nan(record), indent=1).encode())
