@@ -5,8 +5,8 @@
 
 A fault is dict(at=, nth=, do=, rank=0): when `at` happens for the nth time in the process of that rank, `do` is done.
 `at` is an operation of a save (PHASES, or "operation" for any of them, counted from the first temporary file on) or
-"start", "first_pass", "step", "evaluate", "save". `do` is kill, kill job, term, term agent, raise, refuse, sleep, EIO,
-or a shell command.
+"start", "first_pass", "step", "evaluate", "save". `do` is kill, kill job, term, term agent, term swallowed, raise,
+refuse, sleep, EIO, or a shell command.
 """
 import builtins
 import collections
@@ -129,6 +129,10 @@ def act(what):
         kill_job(os.getppid())
     elif what in ("term", "term agent"):
         os.kill(os.getpid() if what == "term" else os.getppid(), signal.SIGTERM)
+    elif what == "term swallowed":  # as torch.compile does now and then
+        with contextlib.suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10**6)
     elif what == "raise":
         raise RuntimeError("a fault was injected")
     elif what == "refuse":

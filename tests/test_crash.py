@@ -10,12 +10,11 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT, column, rows, train_here
+from conftest import column, rows, train_here
 from crash import (
     PHASES,
     WORDS,
@@ -45,6 +44,14 @@ def straight(words, tmp_path_factory):
     """The run that nothing happened to, with two checkpoints kept."""
     out = str(tmp_path_factory.mktemp("straight") / "out")
     assert run(words, out, more=["--keep_last=2"])[0] == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def begun(words, tmp_path_factory):
+    """A run that was killed behind its first save, at step 2."""
+    out = str(tmp_path_factory.mktemp("begun") / "out")
+    assert run(words, out, dict(at="step", nth=3, do="kill"))[0] == -9 and newest_verified(out)[0] == 2
     return out
 
 
@@ -109,9 +116,8 @@ def test_a_forgotten_fsync_would_be_noticed(data_dir, tmp_path, forgotten):
 # ---- disks that fail
 
 @pytest.mark.parametrize("nth", range(1, 14))
-def test_an_error_in_any_operation_of_a_save_is_said_and_the_next_save_is_tried(words, straight, tmp_path, nth):
-    out = tmp_path / "out"
-    assert run(words, out, dict(at="step", nth=3, do="kill"))[0] == -9 and newest_verified(out)[0] == 2
+def test_an_error_in_any_operation_of_a_save_is_said_and_the_next_save_is_tried(words, straight, begun, tmp_path, nth):
+    out = shutil.copytree(begun, tmp_path / "out")
     assert run(words, out, dict(at="operation", nth=nth, do="EIO"))[0] == 0
     assert saved(out) == ["step_00000012.pt"] and "Input/output error" in screen(out)
     assert column(out, "loss") == column(straight, "loss")
@@ -167,6 +173,15 @@ def test_a_disk_of_less_than_two_checkpoints_is_refused_at_the_start(words, smal
     assert run(words, f"{small_disk}/out")[0] == 2 and "room for" in screen(f"{small_disk}/out")
 
 
+def test_a_folder_that_can_not_be_written_is_refused_at_the_start(words, tmp_path):
+    out = mounted(str(tmp_path / "out"), "--bind", str(tmp_path / "out"))
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
+        assert run(words, out)[0] == 2 and "can't be written: Read-only file system" in screen(out)
+    finally:
+        subprocess.run(["umount", out], check=True)
+
+
 def test_a_folder_that_turns_read_only_is_said_and_used_again_when_it_can_be_written(words, straight, tmp_path):
     out = str(tmp_path / "out")
     mounted(f"{out}/ckpt", "--bind", f"{out}/ckpt")
@@ -180,10 +195,10 @@ def test_a_folder_that_turns_read_only_is_said_and_used_again_when_it_can_be_wri
 
 
 def test_a_limit_on_the_size_of_files_stops_the_saves_and_not_the_run(words, tmp_path):
-    command = f"ulimit -f 200; exec {sys.executable} train.py {' '.join(words)} --out_dir={tmp_path}/out"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stdout.count("File too large") == 6, done
-    assert column(tmp_path / "out", "step") == list(range(1, 13)) and saved(tmp_path / "out") == []
+    out = tmp_path / "out"  # what `ulimit -f 200` sets
+    assert run(words, out, dict(at="start", nth=1, do="prlimit --fsize=204800 --pid $PPID"))[0] == 1
+    assert screen(out).count("File too large") == 6 and saved(out) == []
+    assert column(out, "step") == list(range(1, 13))
 
 
 # ---- files that are not what they should be
