@@ -34,7 +34,7 @@ lint: setup
 test: lint
 	$(PY) -m pytest -q --durations=15 -W ignore::DeprecationWarning:torch.jit._script tests
 
-# 200 SIGKILLs in runs and what they cost: 20 minutes on 2 cores shared with ten other jobs; PY=... takes another Python
+# 200 SIGKILLs in runs and what they cost: 20 minutes on 2 cores under a load of 17; PY=... takes another Python
 faults: $(if $(findstring command,$(origin PY)),,setup)
 	$(PY) tests/crash.py
 
