@@ -1,9 +1,11 @@
 """preflight.py: everything passes on a sound run, and each fault fails the check that is there for it."""
+import glob
 import json
 import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import replace
 
 import faults
@@ -255,6 +257,8 @@ def test_differences_are_named_in_the_order_of_their_causes():
     for key, named in (("loss", "loss of step 2"), ("lr", "rate of step 2"), ("batch_crc", "batch of step 2")):
         rows_b = [rows[0], rows[1] | {key: 9}]
         assert preflight.first_difference((rows, saved), (rows_b, mixed), 0) == named
+    renamed = saved | dict(optimizer=dict(v=dict(m=torch.ones(3))))
+    assert preflight.first_difference((rows, saved), (rows, renamed), 0) == "optimizer state w m"
     assert preflight.first_difference((rows, saved), (rows[:1], saved), 0) == "batch of step 2"
     assert preflight.first_difference((rows, saved), ([rows[0], rows[1] | dict(loss=2.01)], saved), 0.01) == ""
 
@@ -269,6 +273,15 @@ def test_a_stop_that_torchrun_would_cut_short_is_named(monkeypatch):
     assert preflight.stop(p)[0] is True
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     assert "needs torch 2.12" in preflight.stop(p)[1]
+
+
+def test_ended_by_a_signal_it_leaves_nothing_behind(data_dir, tmp_path):
+    process = start("preflight.py", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}", "--only=resume")
+    while not (made := glob.glob(f"{tmp_path}/preflight.*/straight/log.jsonl")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130 and made
+    assert sorted(os.listdir(tmp_path)) == [".lock", ".start_id"]
 
 
 def test_settings_that_can_not_be_are_refused(data_dir, tmp_path):
