@@ -357,12 +357,11 @@ def make_recipe(settings, begun):
     for source in settings.sources:
         records += named.get(source, [source]) if isinstance(source, str) else [source]
     for record in records:
-        if not isinstance(record, dict) or not {"name", "path"} <= set(record) <= set(RECORD):
+        if (not isinstance(record, dict) or not {"name", "path"} <= set(record) <= set(RECORD)
+                or not isinstance(record.get("weight", 1), (int, float)) or not 0 < record.get("weight", 1) < math.inf
+                or record.get("kind") not in (None, "prose", "code")):
             raise Refused(f"sources: {record!r} is not auto, embedded or a dict with name, path and maybe "
-                          f"{', '.join(list(RECORD)[2:])}")
-        weight, kind = record.get("weight", 1), record.get("kind")
-        if not isinstance(weight, (int, float)) or not weight > 0 or kind not in (None, "prose", "code"):
-            raise Refused(f"source {record['name']}: weight must be over 0, kind prose or code")
+                          f"{', '.join(list(RECORD)[2:])}; weight must be over 0, kind prose or code")
     names = [record["name"] for record in records]
     if not names or len(set(names)) < len(names) or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
         raise Refused(f"sources need different names of letters, digits, '.', '-' and '_', got {names}")
@@ -396,24 +395,23 @@ def patiently(read, source, path, done=0):
             time.sleep(2**failures)
 
 
-def hub_files(source):
-    """The hf:// paths of a Hub data set's split at its commit, as its card, `config` and `data_files` name them."""
-    import datasets
-    names = datasets.load_dataset_builder(
-        source["path"], source["config"], data_dir=source["data_dir"], data_files=source["data_files"],
-        revision=source["commit"] or source["revision"]).config.data_files or {}
-    if not names.get(source["split"]):
-        raise Refused(f"no files for the split '{source['split']}', only for {', '.join(map(str, names)) or 'none'}")
-    if strange := {ending(path) for path in names[source["split"]]} - LINES - {"parquet"}:
-        raise Refused(f"only parquet files and JSON lines are read, not .{' .'.join(sorted(strange))}")
-    return list(names[source["split"]])
-
-
 def files_of(source):
-    """The files of a source in the order they are read."""
-    if source["hub"]:
-        return next(patiently(lambda _: [within(LIST_S, lambda: hub_files(source))], source, source["path"]))
-    return local_files(source["path"])[0]
+    """The files of a source in the order they are read; of a Hub data set hf:// paths at its commit, as its card,
+    `config`, `data_dir` and `data_files` name them for the split."""
+    def ask():
+        import datasets
+        names = datasets.load_dataset_builder(
+            source["path"], source["config"], data_dir=source["data_dir"], data_files=source["data_files"],
+            revision=source["commit"] or source["revision"]).config.data_files or {}
+        if not names.get(source["split"]):
+            raise Refused(f"no files for the split '{source['split']}', only for {', '.join(map(str, names))}")
+        return list(names[source["split"]])
+    if not source["hub"]:
+        return local_files(source["path"])[0]
+    files = next(patiently(lambda _: [within(LIST_S, ask)], source, source["path"]))
+    if strange := {ending(path) for path in files} - LINES - {"parquet"}:
+        raise Refused(f"only parquet files and JSON lines are read, not .{' .'.join(sorted(strange))}")
+    return files
 
 
 def records(source, path, start):
@@ -497,8 +495,8 @@ def text_of(where, raw, field):
         if "\ufffd" in text:
             bad = text.count("\ufffd") - raw.count("\ufffd".encode())
         if ending(where.rpartition(":")[0]) not in LINES:
-            lost = raw[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16
-            return text.encode() if bad else raw, 1.0 if lost else bad / max(1, len(text))
+            bad = len(text) if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else bad  # a UTF-16 mark: all is lost
+            return text.encode(), bad / max(1, len(text))
         if not raw.strip(b"\xef\xbb\xbf \t\r\n"):
             return b"", 0.0
         try:

@@ -569,6 +569,7 @@ def test_a_rust_panic_names_the_document(monkeypatch):
     (["--budget_tokens=-1"], "budget_tokens"), (["--docs=no/such/folder"], "no such folder"),
     (["--vocab_sise=300"], "vocab_size"), ([dict(name="a", path="/no/such/*.txt")], "no file that can be read"),
     ([dict(name="a", path="tests", wieght=1)], "wieght"), ([dict(name="a", path="tests", weight=0)], "weight"),
+    ([dict(name="a", path="tests", weight="3")], "weight"),
     ([dict(name="../a", path="tests")], "different names"), ([dict(name="a", path="tests")] * 2, "different names"),
     ([], "different names"), ([dict(name="a", path="EMPTY")], "no file that can be read"),
     ([dict(name="a", path="EMPTY_FILE.txt")], "no usable train document"),
@@ -717,14 +718,14 @@ def test_seven_times_the_input_takes_no_more_memory_than_sixteen_bytes_a_documen
 def test_a_stream_continues_from_every_state_with_the_records_that_follow(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
     for i in range(2):
-        write_parquet(f"{tmp_path}/s/{i}.parquet", prose(60, 20 + i), 11)
+        write_parquet(f"{tmp_path}/s/{i}.parquet", prose(160, 20 + i), (11, 150)[i])
     write_jsonl(f"{tmp_path}/s/2.jsonl", prose(30, 22))
     write(f"{tmp_path}/s/3.txt", prose(1, 23)[0])
     source = prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
     files = prepare.files_of(source)
     whole = [(batch, json.loads(json.dumps(state))) for batch, _, state in prepare.batches(source, files)]
-    rows = [raw for batch, _ in whole for *_, raw in batch][:120]
-    assert [row["text"] for row in rows] == prose(60, 20) + prose(60, 21) and len(whole) > 10
+    rows = [raw for batch, _ in whole for *_, raw in batch][:320]
+    assert [row["text"] for row in rows] == prose(160, 20) + prose(160, 21) and len(whole) > 10
     for i, (_, state) in enumerate(whole[:-1]):
         assert [batch for batch, _, _ in prepare.batches(source, files, state)] == [batch for batch, _ in whole[i + 1:]]
 
