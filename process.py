@@ -294,4 +294,6 @@ class StopSignal:
             os._exit(128 + signum)
         self.signum, self.came = self.signum or signum, self.came or time.time()
         if not self.ready:  # before the first update there is nothing to save
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + signum))
+            signal.alarm(5)  # the exception can be lost: torch.compile swallowed it in a weakref callback
             raise SystemExit(128 + signum)

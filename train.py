@@ -383,6 +383,11 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, getattr(torch, self.c.dtype), enabled=self.c.dtype != "float32")
 
+    def eager(self):
+        """The raw module, whatever the shapes: the compiled one only ever sees (micro_batch_size, block_size)."""
+        compiled = self.model.head_loss is not head_loss
+        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
 
 def duration(seconds):
     """1h02m, 3m20s or 12s."""
@@ -522,7 +527,7 @@ def run_sampling(run):
     rngs = [np.random.RandomState([c.seed, number, 0]) for number in range(len(prompts))]
     allowed = torch.from_numpy(tokenizer.token_bytes > 0)
     allowed[tokenizer.eot_id] = True
-    with torch.compiler.set_stance("force_eager"), run.autocast():
+    with run.eager(), run.autocast():
         new = sample.generate(run.model, [tokenizer.encode(text) for text in prompts], *how.values(), rngs,
                               allowed.to(run.device))
     with contextlib.suppress(OSError), open(os.path.join(c.out_dir, "samples.jsonl"), "a", encoding="utf-8") as f:
@@ -547,7 +552,7 @@ def end_by_guard(run, step, kind, message, x=None, y=None):
     """Nothing is updated or saved any more. For a non-finite value: which module made it, in alarm_step_N.json."""
     found = {}
     if x is not None:
-        with torch.compiler.set_stance("force_eager"), run.autocast():
+        with run.eager(), run.autocast():
             found = first_nonfinite(run.model, x, y)
         name = f"alarm_step_{step}" + (f".rank{run.ranks.rank}" if run.ranks.rank else "") + ".json"
         text = json.dumps(without_nan(dict(step=step, message=message, rank=run.ranks.rank, **found)), indent=1)
@@ -686,7 +691,7 @@ def train(c, ranks, stop, log):
     eval_s, saved_ok, verdict = 0.0, True, None
     [step_targets] = ranks.sum(valid)
 
-    with torch.compiler.set_stance("force_eager"), run.autocast():
+    with run.eager(), run.autocast():
         leak = causality_leak(model)
     log.say(f"causality      {'holds' if leak == 0 else f'BROKEN: later tokens move earlier logits by {leak:.3g}'}")
     if leak and c.guard == "stop":
@@ -814,6 +819,7 @@ def main():
         log.alarm("out_of_memory", log.run.get("steps", 0), message, "the run ends; its last checkpoint is whole")
         print(f"train.py: {message}", file=sys.stderr)
     finally:
+        signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
         hang = os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt")
         if os.path.exists(hang) and os.path.getsize(hang) == 0:

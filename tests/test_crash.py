@@ -311,6 +311,11 @@ def test_sigterm_in_any_phase_ends_with_143_and_the_same_command_goes_on(words, 
     assert column(out, "step", "eval") == [3, 6, 9, 12]
 
 
+def test_a_signal_before_the_first_update_whose_exception_is_lost_ends_within_seconds(words, tmp_path):
+    code, seconds = run(words, tmp_path / "out", dict(at="first_pass", nth=1, do="term swallowed"))
+    assert code == 143 and seconds < 10 and not os.path.exists(tmp_path / "out" / "ckpt")
+
+
 def test_a_second_signal_after_5_seconds_ends_a_save_that_hangs(words, tmp_path):
     job = Forked((*words, f"--out_dir={tmp_path}/out"), [dict(at="fsync", nth=2, do="sleep")])
     for _ in range(600):
