@@ -106,6 +106,12 @@ def test_a_warm_started_run_may_be_flat_and_start_low():
     assert said(lines(lambda s: 3.0, start="weights")) == {}
 
 
+def test_a_start_is_judged_by_its_distance_from_ln_v():
+    for start_loss, kind in ((LN_V - 0.6, None), (LN_V + 0.2, None), (LN_V - 1.5, "too_fast"), (LN_V * 2, "diverging")):
+        found = said(lines(lambda s, first=start_loss: first, steps=0))
+        assert found == ({kind: (1, True)} if kind else {})
+
+
 def test_a_curve_without_any_noise_can_be_flat():
     assert said(lines(lambda s: LN_V, noise=0.0))["flat"] == (150, True)
 
