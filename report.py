@@ -297,7 +297,7 @@ def plot(runs, path):
             ("tokens_per_s", grid[2, 0], "tokens/s" if r.mfu else "tokens/s (no MFU: peak unknown)"),
             ("wait", grid[2, 1], "waiting for data, % of a step")):
         small[name] = figure.add_subplot(place, title=title)
-    for run, color in zip(runs, COLORS * len(runs), strict=False):
+    for number, (run, color) in enumerate(zip(runs, COLORS * len(runs), strict=False)):
         shown += draw_loss(large, run, color, several)
         memory = [(row["step"], row["peak_memory_bytes"] / 2**30) for row in run.rows if row.get("peak_memory_bytes")]
         waits = [(row["step"], 100 * row["data_ms"] / row["step_ms"]) for row in run.steps]
@@ -309,10 +309,10 @@ def plot(runs, path):
         marks = [(row["step"], row.get("kind") or " ".join(filter(None, (row["event"], row.get("reason")))))
                  for row in of(run.rows, "alarm", "resume", "stop")]
         for i, (step, what) in enumerate(sorted(marks)):
-            tint = GREY if what == "resume" or several else RED
+            tint = color if several else GREY if what == "resume" else RED
             for axes in (large, *small.values()):
                 axes.axvline(step, color=tint, linewidth=1, linestyle="--", alpha=0.8)
-            large.text(step, 0.16 - 0.035 * (i % 4), f" {what} ", color=tint, transform=large.get_xaxis_transform(),
+            large.text(step, 0.16 - 0.035 * ((i + number) % 4), f" {what} ", color=tint, transform=large.get_xaxis_transform(),
                        ha="left" if step < 0.8 * run.step else "right")
     if r.vocab_size:
         shown.append(math.log(r.vocab_size))
