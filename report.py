@@ -312,8 +312,8 @@ def plot(runs, path):
             tint = color if several else GREY if what == "resume" else RED
             for axes in (large, *small.values()):
                 axes.axvline(step, color=tint, linewidth=1, linestyle="--", alpha=0.8)
-            large.text(step, 0.16 - 0.035 * ((i + number) % 4), f" {what} ", color=tint, transform=large.get_xaxis_transform(),
-                       ha="left" if step < 0.8 * run.step else "right")
+            large.text(step, 0.16 - 0.035 * ((i + number) % 4), f" {what} ", color=tint,
+                       ha="left" if step < 0.8 * run.step else "right", transform=large.get_xaxis_transform())
     if r.vocab_size:
         shown.append(math.log(r.vocab_size))
         large.axhline(shown[-1], color=GREY, linewidth=1, linestyle=":")
