@@ -1,7 +1,9 @@
 """sample.py: one tiny model that has learnt one text by heart, asked in every way a user would."""
 import io
 import json
+import math
 import os
+import random
 import shutil
 import sys
 from dataclasses import asdict, replace
@@ -11,6 +13,7 @@ import pytest
 import torch
 from conftest import finish, start, write_data
 
+import fluency
 import prepare
 import sample
 import train
@@ -24,10 +27,13 @@ SETTINGS = train.Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_hidden=
 
 def save_run(folder, model, settings=SETTINGS):
     """An out_dir as train.py leaves it, with a byte tokenizer; more than sample.py needs lies there."""
-    write_data(folder, [TEXT] * 20, VOCAB)
+    write_data(folder, [TEXT] * 40, VOCAB)
     os.makedirs(f"{folder}/ckpt", exist_ok=True)
     path = f"{folder}/ckpt/step_00000001.pt"
-    torch.save(dict(model=model.state_dict(), settings=asdict(settings), vocab_size=VOCAB, eot_id=EOT, step=1), path)
+    torch.save(dict(model=model.state_dict(), settings=asdict(settings), vocab_size=VOCAB, eot_id=EOT, step=1,
+                    data_fingerprint=prepare.Corpus(folder).fingerprint), path)
+    with open(f"{folder}/run.json", "w") as f:
+        json.dump(dict(schema=1, status="finished", test_scorings=0), f)
     with open(f"{folder}/ckpt/step_00000001.json", "w") as f:
         json.dump(dict(bytes=os.path.getsize(path), sha256=sha256_of(path), step=1), f)
     return str(folder)
@@ -235,13 +241,157 @@ def test_prompts_come_from_files_too(out_dir, tmp_path, monkeypatch, capsys):
     assert [line["prompt"] for line in lines] == ["first", "水\nb\n", "x=1", "水"]
 
 
-def test_without_a_prompt_it_continues_fixed_ones_of_every_source(out_dir, tmp_path, monkeypatch, capsys):
-    lines, _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--max_new_tokens=2")
-    assert [line["prompt"] for line in lines] == [*sample.FIXED_PROMPTS["code"], *sample.FIXED_PROMPTS["prose"]]
+def test_out_dir_may_name_one_checkpoint_file(out_dir, monkeypatch, capsys):
+    path = f"{out_dir}/ckpt/step_00000001.pt"
+    [line], _ = call(monkeypatch, capsys, f"--out_dir={path}", "--prompt=# 水", "--temperature=0")
+    assert line["prompt"] + line["completion"] == TEXT
+
+
+# ---- the continuation check
+
+def test_a_trained_model_passes_the_check_and_a_random_one_fails_it(out_dir, tmp_path, monkeypatch, capsys):
+    *lines, last = call(monkeypatch, capsys, f"--out_dir={out_dir}", f"--data_dir={out_dir}", "--temperature=0.01")[0]
+    assert last["verdict"] == "pass" and last["step"] == 1 and set(last["check"]) == {"code", "prose"}
+    for line in lines:
+        assert (line["prompt"] + line["completion"]).replace(prepare.EOT, "") == TEXT
+        assert line["source"] in ("code", "prose") and line["stopped_by"] == "end_of_text"
+    signs = last["check"]["code"]
+    assert signs["continuations"]["ended"] == signs["continuations"]["valid_utf8"] == 1
+    assert signs["continuations"] == pytest.approx(signs["documents"], rel=0.1), "it wrote what the documents say"
+
+    other = save_run(tmp_path, random_model())
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={other}", f"--data_dir={other}"])
+    sample.main()
+    out = capsys.readouterr().out
+    assert "verdict at step 1: fail" in out and "never facts or obedience" in out and "no UTF-8" in out
+
+
+def test_without_the_data_it_continues_written_prompts_says_so_and_passes_nobody(tmp_path, monkeypatch, capsys, model):
+    out_dir = save_run(tmp_path / "run", model, replace(SETTINGS, data_dir="gone"))
+    (tmp_path / "run" / "log.jsonl").write_text('{"event": "eval", "step": 1, "val_ppl": 1.5}\n')
+    (*lines, last), err = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--max_new_tokens=40")
+    prompts = [*fluency.WRITTEN_PROMPTS["code"], *fluency.WRITTEN_PROMPTS["prose"]]
+    assert [line["prompt"] for line in lines] == prompts == sample.fixed_prompts(out_dir)
+    assert "gone" in err and last["verdict"] in (None, "fail")
+    assert last["check"]["code"]["documents"] == dict(perplexity=1.5)
+    assert fluency.failures(dict(valid_utf8=1, repeated=0, perplexity=1, ended=1), dict(perplexity=1.5)) == []
+
+
+def test_prompts_are_written_for_each_source_by_its_name_or_kind(tmp_path):
     meta = dict(splits=dict(train=dict(zh=1, mine=1, wiki=1)), recipe=dict(sources=[dict(name="mine", kind="code")]))
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    expected = [text for name in ("zh", "code", "") for text in sample.FIXED_PROMPTS[name]]
+    expected = [text for name in ("zh", "code", "") for text in fluency.WRITTEN_PROMPTS[name]]
     assert sample.fixed_prompts(tmp_path) == expected
+
+
+def ordered_text(rng, length=80):
+    """Words of which each is followed by one of three only."""
+    word, text = rng.randrange(60), []
+    for _ in range(length):
+        text.append(f"w{word:02}")
+        word = (word * 3 + rng.randrange(3)) % 60
+    return " ".join(text)
+
+
+def mixed(text, rng):
+    words = text.split()
+    rng.shuffle(words)
+    return " ".join(words)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """(real, shuffled): data of ordered documents, and of the same words in random order."""
+    rng = random.Random(0)
+    real = [ordered_text(rng) for _ in range(300)]
+    return [prepare.Corpus(write_data(tmp_path_factory.mktemp("corpus"), texts, VOCAB))
+            for texts in (real, [mixed(text, rng) for text in real])]
+
+
+@pytest.mark.parametrize("kind,says", [
+    ("ordered", None), ("shuffled", "random order"), ("letters", "neighbours"), ("loop", "repeats"), ("bytes", "UTF-8"),
+    ("shuffled data", "own neighbours")])
+def test_each_sign_tells_the_fault_it_is_for(kind, says, corpora):
+    corpus, tokenizer, rng = corpora[kind == "shuffled data"], prepare.Tokenizer(corpora[0].folder), random.Random(1)
+    write = dict(ordered=lambda: ordered_text(rng), shuffled=lambda: mixed(ordered_text(rng), rng),
+                 letters=lambda: "".join(rng.choice("abw012 ") for _ in range(300)),
+                 loop=lambda: ordered_text(rng, 3) * 20, bytes=lambda: ordered_text(rng) + "\udcff\udcfe")
+
+    def continue_(source, offsets, prompts):
+        assert source == "prose" and len(prompts) == len(offsets) == 15
+        for offset, prompt in zip(offsets, prompts, strict=True):
+            assert prompt[0] == EOT and prompt[1:] == corpus.read("val", offset, fluency.PROMPT_TOKENS).tolist()
+        new = [write.get(kind, write["shuffled"])().encode("utf-8", "surrogateescape") for _ in prompts]
+        return [list(text[:280]) + [EOT] * (kind == "ordered") if kind != "bytes" else list(text) for text in new]
+    flat = Transformer(Shape.of(SETTINGS, VOCAB, EOT)).eval()
+    result = fluency.check_source(flat, tokenizer, "prose", corpus, (), None, 280, continue_)
+    assert (not says and result["failed"] == []) or any(says in words for words in result["failed"]), result
+    assert "valid UTF-8" in fluency.table("prose", result)
+
+
+def test_of_a_long_train_text_only_a_bounded_part_is_read(corpora, monkeypatch):
+    corpus, tokenizer = corpora[0], prepare.Tokenizer(corpora[0].folder)
+    monkeypatch.setattr(fluency, "PIECE_TOKENS", 512)
+    words = [ordered_text(random.Random(2))]
+    seen, read = [], corpus.read
+    monkeypatch.setattr(corpus, "read", lambda split, at, count: seen.append(count) or read(split, at, count))
+    [whole] = fluency.pair_signs(corpus, tokenizer, "code", words)
+    assert sum(seen) == corpus.sources("train")["code"]["tokens"] and max(seen) == 512
+    seen.clear()
+    monkeypatch.setattr(fluency, "TRAIN_BYTES", 2000)
+    [part] = fluency.pair_signs(corpus, tokenizer, "code", words)
+    assert 2000 <= sum(seen) <= 2600 and 0 < part["pairs"] < whole["pairs"] <= 1
+    assert fluency.pair_signs(corpus, tokenizer, "code", words) == [part], "the pieces are the same each time"
+
+
+def test_units_are_words_single_marks_and_single_chinese_characters():
+    assert fluency.UNIT.findall("水在 for_x(1)\n，né") == ["水", "在", "for_x", "(", "1", ")", "，", "né"]
+
+
+# ---- scoring
+
+def figures(model, ids, n_bytes):
+    """The same by hand: one row of T at a time, float64 sums."""
+    nats = 0.0
+    with torch.no_grad():
+        for at in range(0, len(ids), T):
+            y = ids[at:at + T]
+            x = [ids[at - 1] if at else EOT, *y[:-1]]
+            logp = model(torch.tensor([x]))[0].double().log_softmax(dim=-1)
+            nats -= sum(logp[i, token].item() for i, token in enumerate(y))
+    loss = nats / len(ids)
+    return dict(loss=loss, perplexity=math.exp(loss), bits_per_byte=nats / math.log(2) / n_bytes)
+
+
+def test_score_gives_loss_perplexity_and_bits_per_byte_of_a_text(out_dir, model, tmp_path, monkeypatch, capsys):
+    text = TEXT + "<|endoftext|> 水 and more"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    [row], _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", f"--score={tmp_path}/text.txt", "--dtype=float32")
+    ids = list(text.encode())
+    assert row["tokens"] == row["bytes"] == len(ids) and row["step"] == 1
+    expected = figures(model.eval(), ids, len(ids))
+    assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_test_split_is_scored_per_source_and_every_time_is_counted(model, tmp_path, monkeypatch, capsys):
+    out_dir = save_run(tmp_path, model)
+    ask = (f"--out_dir={out_dir}", f"--data_dir={out_dir}", "--split=test", "--dtype=float32")
+    rows, _ = call(monkeypatch, capsys, *ask)
+    assert [row["source"] for row in rows] == ["code", "prose", "all"]
+    ids = [*TEXT.encode(), EOT] * 2
+    expected = figures(model.eval(), ids, 2 * len(TEXT.encode()))
+    for row in rows:
+        assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+        assert row["test_scorings"] == 1 and row["tokens"] == len(ids) * (2 if row["source"] == "all" else 1)
+    assert call(monkeypatch, capsys, *ask)[0][0]["test_scorings"] == 2
+    call(monkeypatch, capsys, *ask[:2], "--split=val")
+    assert prepare.read_json(f"{out_dir}/run.json") == dict(schema=1, status="finished", test_scorings=2)
+    with prepare.lock(out_dir), pytest.raises(Refused, match=f"process {os.getpid()}"):
+        call(monkeypatch, capsys, *ask)
+    assert prepare.read_json(f"{out_dir}/run.json")["test_scorings"] == 2, "not behind the back of a live run"
+    os.remove(f"{out_dir}/run.json")
+    with pytest.raises(Refused, match="no run.json"):
+        call(monkeypatch, capsys, *ask)
 
 
 def test_a_weight_with_nan_is_one_line_and_exit_code_2(tmp_path):
@@ -262,6 +412,8 @@ def spoil(folder, what, tmp_path):
     elif what == "other tokenizer":
         meta = json.load(open(f"{folder}/meta.json"))
         json.dump({**meta, "vocab_size": 280}, open(f"{folder}/meta.json", "w"))
+    elif what == "--data_dir=other":
+        write_data(tmp_path / "other", [TEXT[:-2]] * 20, VOCAB)
     elif what == "other shape":
         save_run(folder, random_model(), replace(SETTINGS, n_layer=3))
 
@@ -271,6 +423,11 @@ def spoil(folder, what, tmp_path):
     ("--prompt_file=latin.txt", "not UTF-8"), ("--prompt_file=bad.jsonl", "line 2"), ("--prompt=\udcff", "UTF-8"),
     ("--temperature=-1", "temperature=-1"), ("--top_p=0", "top_p=0"), ("--top_p=1.5", "top_p=1.5"),
     ("--top_k=-1", "top_k=-1"), ("--num_samples=0", "num_samples"), ("--max_new_tokens=0", "max_new_tokens"),
+    ("once upon a time", "--prompt='once upon a time'"), ("--prompt_file=empty.jsonl", "no prompt"),
+    ("--score=nowhere.txt", "nowhere.txt"), ("--score=latin.txt", "not UTF-8"), ("--score=empty.txt", "empty"),
+    ("--split=train", "val, test"), ("--split=test --prompt=a", "different jobs"),
+    ("--data_dir=nowhere", "no finished"), ("--data_dir=other", "is not the data"),
+    ("--out_dir=latin.txt", "is no checkpoint"),
     ("--device=gpu", "auto, cpu, cuda"), ("--dtype=int8", "bfloat16"), ("no checkpoint", "no verified checkpoint"),
     ("no tokenizer", "tokenizer.tiktoken"), ("other tokenizer", "280"), ("other shape", "does not fit")])
 def test_wrong_input_is_refused_in_one_line(what, says, tmp_path, monkeypatch, capsys):
@@ -278,8 +435,11 @@ def test_wrong_input_is_refused_in_one_line(what, says, tmp_path, monkeypatch, c
     folder = save_run(tmp_path / "run", random_model())
     (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
     (tmp_path / "bad.jsonl").write_text('"good"\n{"text": "no prompt"}\n')
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
     spoil(folder, what, tmp_path)
-    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={folder}", *([what] if what.startswith("--") else [])])
+    words = [what] if "once" in what else what.split() if what.startswith("--") else []
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={folder}", *words])
     with pytest.raises(Refused, match=says) as refused:
         sample.main()
     assert "\n" not in str(refused.value) and capsys.readouterr().out == ""
