@@ -290,6 +290,7 @@ def write_checkpoint(path, content, step):
     """
     said_path, folder, made = path[:-len(".pt")] + ".json", os.path.dirname(path), [path + ".tmp"]
     make_folder(folder)
+    torch.serialization.set_crc32_options(False)  # sha256 guards the file: 0.57 s instead of 1.40 for 1.3 GB
     try:
         with open(path + ".tmp", "wb") as f:
             torch.save(content, f)
