@@ -5,7 +5,7 @@ PY     := .venv/bin/python
 # nothing here needs the Hub, so nothing waits for it
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test lint faults clean
+.PHONY: setup demo test lint faults branches clean
 
 setup: .venv/ready
 
@@ -37,6 +37,10 @@ test: lint
 # 200 SIGKILLs in runs and what they cost: 20 minutes on 2 cores under a load of 17; PY=... takes another Python
 faults: $(if $(findstring command,$(origin PY)),,setup)
 	$(PY) tests/crash.py
+
+# runs cut by SIGKILL and gone on with, on 1, 2 and 3 ranks, against runs that never were
+branches: $(if $(findstring command,$(origin PY)),,setup)
+	$(PY) tests/branches.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

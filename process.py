@@ -115,7 +115,7 @@ def device_name(device):
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
         names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
-        return f"{names[0]}, {torch.get_num_threads()} threads" if names else platform.processor()
+        return f"{names[0]}, {torch.get_num_threads()} thread(s)" if names else platform.processor()
     return platform.processor()
 
 
