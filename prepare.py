@@ -673,19 +673,11 @@ def shards_of(parts, source):
             yield shard["index"], shard["ids"], json.loads(str(shard["about"]))
 
 
-def first_copies(digests, seen):
-    """bool (n,): which documents stand neither in `seen`, which is sorted, nor before themselves in `digests`."""
-    first = np.zeros(len(digests), bool)
-    first[np.unique(digests, return_index=True)[1]] = True
-    if len(seen):
-        first &= seen[np.minimum(np.searchsorted(seen, digests), len(seen) - 1)] != digests
-    return first
-
-
 def encode_source(source, parts, pool, skip_bad, dtype):
     """Write the shards of a source that are not there yet. A shard is one file: the documents' index, their ids, what
     was dropped, and the state of the source behind it; the last one says `end`."""
-    share, about, digests = source["share_tokens"], dict(state=None, end=False, read=0, tokens=0), [np.zeros(0, "S16")]
+    share, about = source["share_tokens"], dict(state=None, end=False, read=0, tokens=0)
+    digests = [np.array([b""], "S16")]  # stands before every other, so that there is one to compare with
     for index, _, about in shards_of(parts, source):  # noqa: B007
         digests.append(index["digest"])
     seen, number, started, before = np.sort(np.concatenate(digests)), len(digests) - 1, time.time(), about["read"]
@@ -707,7 +699,9 @@ def encode_source(source, parts, pool, skip_bad, dtype):
                 if read >= full:
                     break
             index, end = np.concatenate(rows), state is None
-            keep = first_copies(index["digest"], seen)
+            keep = np.zeros(len(index), bool)
+            keep[np.unique(index["digest"], return_index=True)[1]] = True  # the first copy in this shard
+            keep &= seen[np.searchsorted(seen, index["digest"], "right") - 1] != index["digest"]
             tally["dropped duplicate"] += int((~keep).sum())
             reached = tokens + np.cumsum(index["tokens"] * (keep & (index["split"] == 0)), dtype=np.int64)
             if share and len(index) and reached[-1] >= share:
