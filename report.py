@@ -21,7 +21,7 @@ from config import Refused, load
 
 import numpy as np
 
-from diagnosis import SYMPTOMS, diagnose, history, mishaps, most, of  # noqa: F401  train.py finds diagnose here
+from diagnosis import SYMPTOMS, history, mishaps, most, of
 
 
 @dataclass(frozen=True)

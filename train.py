@@ -29,12 +29,13 @@ import torch
 import torch.distributed as dist
 
 import prepare
-import report
+from diagnosis import diagnose
 from model import (IGNORE, PEAK_TFLOPS, Shape, Transformer, causality_leak, count_parameters, describe, first_nonfinite,
                    flops_per_token, head_loss, load_weights, newest_verified, parameter_groups, saved_steps, sha256_of,
                    why_bad)
 from process import (Log, Ranks, StopSignal, device_name, peak_memory, pick_device, pick_dtype, rng_state,
                      seed_everything, set_rng_state, why_no_compile, without_nan)
+from report import read_log
 
 
 @dataclass(frozen=True)
@@ -572,7 +573,7 @@ def judge(run):
     if not run.log.on or run.c.guard == "off":
         return None
     verdict = None
-    for finding in report.diagnose(run.log.rows, asdict(run.c), run.shape.vocab_size, run.ranks.world):
+    for finding in diagnose(run.log.rows, asdict(run.c), run.shape.vocab_size, run.ranks.world):
         run.log.alarm(finding.kind, run.state["step"], finding.message, f"likely {finding.causes}; first check "
                                                                          f"{finding.check}")
         verdict = verdict or (finding if finding.stop and run.c.guard == "stop" else None)
@@ -631,7 +632,7 @@ def begin(c, ranks, stop, log):
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=device.type == "cuda") if path else None
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
     changed = ranks.together(changes_since, saved, c, corpus.fingerprint) if saved else {}
-    rows = report.read_log(c.out_dir)
+    rows = read_log(c.out_dir)
     ends = [(row["event"], row["step"]) for row in rows if row["event"] in ("run_start", "run_end")]
     if saved and saved["step"] >= c.max_steps and ends[-1:] == [("run_end", saved["step"])]:
         log.say(f"finished: {path} is of step {saved['step']}, max_steps is {c.max_steps}")
