@@ -6,9 +6,9 @@ Then, anywhere: AutoModelForCausalLM.from_pretrained("my-model"), AutoTokenizer.
 folder is what `train.py --init_from=my-model` starts from.
 """
 import contextlib
+import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from config import Refused, load  # before torch: a missing package then ends in
 import torch
 
 import prepare
+import report
 from model import Shape, Transformer, load_weights, sha256_of
 
 
@@ -42,29 +43,28 @@ PARTS = dict(tok_emb="model.embed_tokens", norm="model.norm", lm_head="lm_head",
 def tensors_of(shape):
     """{our name: (their name, size)} of every weight. Raises Refused for one that the layout has no place for."""
     with torch.device("meta"):
-        sizes = {name: p.shape for name, p in Transformer(shape).state_dict().items()}
-    parts = {name: re.fullmatch(r"(layers\.\d+\.)?(\w+)\.weight", name) for name in sizes}
-    if unknown := [name for name, m in parts.items() if m is None or m[2] not in PARTS]:
-        raise Refused(f"transformers' Llama has no place for {unknown[0]}")
-    return {name: (f"{'model.' + m[1] if m[1] else ''}{PARTS[m[2]]}.weight", sizes[name]) for name, m in parts.items()}
+        model, names = Transformer(shape), {}
+    for name, weight in model.state_dict().items():
+        *layer, part, kind = name.split(".")
+        if part not in PARTS or kind != "weight":
+            raise Refused(f"transformers' Llama has no place for {name}")
+        names[name] = ".".join([*(["model", *layer] if layer else []), PARTS[part], kind]), weight.shape
+    return names
 
 
 def to_llama(weights, shape, dtype):
     """(config.json as a dict, {their name: tensor}). Raises Refused for weights that do not fit or are not finite."""
-    names = tensors_of(shape)
-    wrong = [name for name in names.keys() | weights if name not in names or name not in weights
-             or weights[name].shape != names[name][1]]
-    if wrong:
-        raise Refused(f"the checkpoint does not fit its own settings: {min(wrong)}")
-    tensors = {}
-    for name, weight in weights.items():
-        tensors[names[name][0]] = weight = weight.to(getattr(torch, dtype)).contiguous()
-        if not weight.isfinite().all():
+    names, sizes = tensors_of(shape), {name: weight.shape for name, weight in weights.items()}
+    if wrong := sizes.items() ^ {name: size for name, (_, size) in names.items()}.items():
+        raise Refused(f"the checkpoint does not fit its own settings: {min(wrong)[0]}")
+    tensors = {names[name][0]: w.to(getattr(torch, dtype)).contiguous() for name, w in weights.items()}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
             raise Refused(f"the weights are broken: {name} holds NaN or infinity in {dtype}")
     config = {theirs: getattr(shape, ours) for ours, theirs in CONFIG.items()}
     return config | dict(
         architectures=["LlamaForCausalLM"], model_type="llama", head_dim=shape.n_embd // shape.n_head,
-        hidden_act="silu", attention_bias=False, attention_dropout=0.0, mlp_bias=False, torch_dtype=dtype,
+        hidden_act="silu", attention_bias=False, mlp_bias=False, torch_dtype=dtype,
         bos_token_id=shape.eot_id), tensors  # no pad_token_id: torch gives that id's embedding no gradient
 
 
@@ -99,10 +99,9 @@ def read_llama(path):
 
 # ---- the tokenizer
 
-# The one split pattern prepare.py writes, in the form that tokenizers' regex engine reads the same way: it has no
-# possessive quantifiers ({1,3}+ would mean "any number"). Here none of them matters: what a possessive class may not
-# give back, nothing behind it could take. Split alike at every code point, in eight surroundings each (1.7M strings).
-PATTERNS = {prepare.PATTERN: prepare.PATTERN.replace("]?+", "]?").replace("]++", "]+")}
+# tokenizers' regex engine has no possessive quantifiers. Here none of them matters: what is not given back, nothing
+# behind could take. Split alike at every code point, in eight surroundings each (1.7M strings).
+PATTERN = prepare.PATTERN.replace("]?+", "]?").replace("]++", "]+")
 
 
 def byte_characters():
@@ -112,158 +111,105 @@ def byte_characters():
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-def tokenizer_json(tokenizer, special):
-    """The tokenizer in the format of the `tokenizers` library; `special` is the text of end-of-text.
+def tokenizer_json(tokenizer, shape):
+    """The tokenizer in the format of the `tokenizers` library. Raises Refused where that can't hold it.
 
     tiktoken joins any two neighbours whose joint bytes have a rank, the lowest rank first: so every way to cut a token
-    into two is a merge, not the one by which it was found. Raises Refused where that format can't hold it.
+    into two is a merge, not the one by which it was found.
     """
-    if tokenizer.pattern not in PATTERNS:
+    if tokenizer.pattern != prepare.PATTERN:
         raise Refused(f"the tokenizer splits by {tokenizer.pattern!r}: only prepare.py's own pattern can be exported")
-    if tokenizer.eot_id != len(tokenizer.ranks) or tokenizer.vocab_size != tokenizer.eot_id + 1:
-        raise Refused(f"the tokenizer has {len(tokenizer.ranks)} tokens, end-of-text {tokenizer.eot_id} and "
-                      f"{tokenizer.vocab_size} ids: end-of-text must be the next id and the last")
+    if not len(tokenizer.ranks) == tokenizer.eot_id == shape.eot_id == shape.vocab_size - 1:
+        raise Refused(f"end-of-text {tokenizer.eot_id} of {len(tokenizer.ranks)} tokens, {shape.eot_id} of "
+                      f"{shape.vocab_size} ids of the weights: it must be the id behind the tokens, and the last")
     characters = byte_characters()
     pieces = {piece: "".join(characters[b] for b in piece) for piece in tokenizer.ranks}
-    merges = [[pieces[piece[:i]], pieces[piece[i:]]] for piece in tokenizer.ranks for i in range(1, len(piece))
+    merges = [[pieces[piece[:i]], pieces[piece[i:]]] for piece in pieces for i in range(1, len(piece))
               if piece[:i] in pieces and piece[i:] in pieces]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    split = dict(type="Split", pattern=dict(Regex=PATTERNS[tokenizer.pattern]), behavior="Isolated", invert=False)
+    split = dict(type="Split", pattern=dict(Regex=PATTERN), behavior="Isolated", invert=False)
     return dict(
-        version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None, decoder=byte_level,
-        added_tokens=[dict(id=tokenizer.eot_id, content=special, special=True, normalized=False, single_word=False,
+        version="1.0", decoder=byte_level, pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+        added_tokens=[dict(id=shape.eot_id, content=prepare.EOT, special=True, normalized=False, single_word=False,
                            lstrip=False, rstrip=False)],
-        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
-        model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                   fuse_unk=False, byte_fallback=False, ignore_merges=True,  # a piece that is a token stays whole
+        model=dict(type="BPE", ignore_merges=True,  # a piece that is a token stays whole
                    vocab={text: rank for rank, text in enumerate(pieces.values())}, merges=merges))
 
 
 # ---- the model card
 
-CARD = """---
+HEAD = """---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 # {name}
 
 A base language model of {n_params:,} parameters: it continues text. It was not taught to answer or to be right.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM.from_pretrained("{name}")
-ids = tokenizer("Water boils when", return_tensors="pt")
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
-```
-
-## Data
-
-{data}
-
-Documents, tokens and bytes are those of the train split; val and test were held out by a hash of each document.
-
-## Training
-
-{training}
-
-```
-{settings}
-```
-
-## Losses
-
-{losses}
-
+Step {step:,} of a run that began from {start} weights; code {commit}, data {data}.
+"""
+LIMITS = f"""
 ## Limits
 
 - It repeats what its data hold, errors and prejudice included, and makes up the rest. Nothing but the losses above was
   measured. What it learnt from belongs to its authors; this card grants no licence.
-- The context is {block_size:,} tokens; it was never trained beyond.{doc_mask}
+- It was never trained beyond block_size tokens. With doc_mask = True attention also stayed inside a document: this
+  layout has no such mask, give it one document at a time.
 - Don't end a prompt with a space: to this tokenizer it belongs to the next word. An empty prompt is one end-of-text.
-- Text that looks like `{special}` is ordinary text, as in training. `transformers` learns that from
+- Text that looks like `{prepare.EOT}` is ordinary text, as in training. `transformers` learns that from
   tokenizer_config.json (`split_special_tokens`); who loads tokenizer.json alone must set `encode_special_tokens`.
-- Documents of over {piece:,} characters were encoded in pieces for training; this tokenizer takes a text whole.
+- Documents of over {prepare.PIECE_CHARS:,} characters were encoded in pieces for training; this tokenizer takes a text
+  whole.
 """
-DOC_MASK = """
-- In training attention stayed inside a document, from the end-of-text before it to its end. This layout has no such
-  mask: give it one document at a time, then it computes the same."""
 
 
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line) + " |"
-                     for line in lines)
-
-
-def model_card(name, out_dir, meta, shape, saved, n_params, special):
-    """README.md: what the weights are, learnt from, reach and are not good for, out of the run's own record."""
-    run, step, settings, rows = prepare.read_json(f"{out_dir}/run.json"), saved["step"], saved["settings"], []
-    if os.path.exists(f"{out_dir}/log.jsonl"):
-        with open(f"{out_dir}/log.jsonl", encoding="utf-8") as f:
-            rows = [row for row in (json.loads(line) for line in f if line.endswith("\n")) if row["step"] <= step]
-    sources = {source["name"]: source for source in meta["recipe"].get("sources", [])}
-
-    def origin(source):  # no path of this machine
-        return f"{source['path']} at {source['revision']}" if source.get("hub") else "local files"
-    data = [[name, origin(sources.get(name, {})), *(row[key] for key in ("documents", "tokens", "bytes")),
-             meta["splits"]["val"][name]["tokens"], meta["splits"]["test"][name]["tokens"],
-             sum(meta["dropped"].get(name, {}).values())] for name, row in meta["splits"]["train"].items()]
-    losses = ["Not evaluated up to this step."]
-    for row in [row for row in rows if row["event"] == "eval"][-1:]:
-        losses = [f"On held-out documents (val) at step {row['step']:,}, in nats a token:", table(
-            ["source", "loss", "perplexity", "bits per byte"],
-            [[part, f"{scores['val_loss']:.4f}", f"{scores['val_ppl']:.2f}", f"{scores['val_bpb']:.4f}"]
-             for part, scores in [*row["sources"].items(), ("all", row)]])]
-    losses += [f"Training loss at step {row['step']:,}: {row['loss']:.4f}."
-               for row in [row for row in rows if row["event"] == "step"][-1:]]
-    training = {
-        "steps": f"{step:,} of {settings['max_steps']:,}; the run is recorded as {run.get('status', 'not recorded')}",
-        "positions read": step * settings["global_batch_tokens"],
-        "begun from": "random weights" if settings["init_from"] in ("auto", "scratch") else "other weights",
-        "on": f"{run.get('device_count')} x {run.get('device')}, {settings['dtype']}",
-        "device-hours": round(max((row.get("gpu_hours") or 0 for row in rows), default=0), 3),
-        "versions": ", ".join(f"{key} {value}" for key, value in run.get("versions", {}).items() if value),
-        "commit": f"{saved.get('commit')}{' with local changes' if run.get('dirty') else ''}",
-        "data fingerprint": saved["data_fingerprint"],
-        "times the test split was scored": run.get("test_scorings", "not recorded")}
-    columns = ["source", "from", "documents", "tokens", "bytes", "val tokens", "test tokens", "documents dropped"]
-    places = ("data_dir", "out_dir", "init_from")
-    return CARD.format(
-        name=name, n_params=n_params, special=special, block_size=shape.block_size, piece=prepare.PIECE_CHARS,
-        doc_mask=DOC_MASK if shape.doc_mask else "", data=table(columns, data), losses="\n\n".join(losses),
-        training=table(["", ""], training.items()),
-        settings="\n".join(f"{key} = {value!r}" for key, value in settings.items() if key not in places))
+def model_card(name, out_dir, meta, saved, n_params):
+    """README.md: what the weights learnt from, how well, by which settings, and what they are not good for."""
+    settings, sources = saved["settings"], {source["name"]: source for source in meta["recipe"].get("sources", [])}
+    data, losses = [], []
+    for source, row in meta["splits"]["train"].items():
+        asked = sources.get(source, {})  # of local files no path: it is one of this machine
+        origin = f"{asked['path']} at {asked['revision']}" if asked.get("hub") else "local files"
+        data.append([source, origin, *(f"{row[key]:,}" for key in ("documents", "tokens", "bytes"))])
+    evals = [row for row in report.read_log(out_dir) if row["event"] == "eval" and row["step"] <= saved["step"]]
+    for last in evals[-1:]:
+        for source, row in (last["sources"] | {f"all, at step {last['step']:,}": last}).items():
+            losses.append([source, *(f"{row[key]:.4f}" for key in ("val_loss", "val_ppl", "val_bpb"))])
+    start = "random" if settings["init_from"] in ("auto", "scratch") else "other"
+    return "\n".join([
+        HEAD.format(name=name, n_params=n_params, step=saved["step"], start=start, commit=saved["commit"],
+                    data=saved["data_fingerprint"]),
+        *report.table("Data: the train split", ["source", "from", "documents", "tokens", "bytes"], data),
+        *report.table("Losses on held-out documents (val)", ["source", "nats a token", "perplexity", "bits per byte"],
+                      losses or [["not evaluated", "", "", ""]]),
+        "## Settings\n\n```",
+        *(f"{key} = {value!r}" for key, value in settings.items() if key not in ("data_dir", "out_dir", "init_from")),
+        "```", LIMITS])
 
 
 # ---- the folder
 
-def write_folder(to, tensors, texts):
-    """model.safetensors, `texts` {name: text} and SHA256SUMS under a temporary name beside `to`, fsynced, then renamed.
+def write_folder(to, files):
+    """`files` {name: bytes} and their SHA256SUMS under a temporary name beside `to`, fsynced, then renamed.
 
     Raises Refused, and leaves nothing behind, where that fails.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
     partial = f"{to}.export.tmp"
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         os.makedirs(partial)
-        for name, text in texts.items():
-            prepare.write_atomically(f"{partial}/{name}", text.encode())
-        save_file(tensors, f"{partial}/model.safetensors", metadata=dict(format="pt"))
-        shutil.copymode(f"{partial}/config.json", f"{partial}/model.safetensors")  # it comes as 0600
-        with open(f"{partial}/model.safetensors", "rb") as f:
-            os.fsync(f.fileno())
-        sums = "".join(f"{sha256_of(f'{partial}/{name}')}  {name}\n" for name in sorted(os.listdir(partial)))
-        prepare.write_atomically(f"{partial}/SHA256SUMS", sums.encode())
+        for name, data in (files | {"SHA256SUMS": sums.encode()}).items():
+            prepare.write_atomically(f"{partial}/{name}", data)
         os.rename(partial, to)
         prepare.fsync_folder(os.path.dirname(to))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise Refused(f"--to={to} can't be written: {error}") from None
 
 
 def main():
+    from safetensors.torch import save
+
     c = load(Config, sys.argv[1:], __doc__)
     to = os.path.abspath(c.to)
     if c.dtype not in ("float32", "bfloat16"):
@@ -274,28 +220,25 @@ def main():
         raise Refused(f"{c.out_dir} does not exist: --out_dir names the folder train.py wrote")
     weights, shape, saved = load_weights(c.out_dir, warn=lambda message: print(message, file=sys.stderr))
     tokenizer, meta = prepare.Tokenizer(c.out_dir), prepare.read_json(f"{c.out_dir}/meta.json")
-    if (tokenizer.vocab_size, tokenizer.eot_id) != (shape.vocab_size, shape.eot_id):
-        raise Refused(f"{c.out_dir}: the tokenizer has {tokenizer.vocab_size} ids, the weights have "
-                      f"{shape.vocab_size}: they are not of one run")
-    [special] = [text for text, token in meta["tokenizer"]["special_tokens"].items() if token == shape.eot_id]
+    if meta["tokenizer"]["sha256"] != saved["tokenizer_sha256"]:
+        raise Refused(f"{c.out_dir}: the tokenizer is not the one of the weights: they are not of one run")
     config, tensors = to_llama(weights, shape, c.dtype)
-    config["nanobase"] = dict(step=saved["step"], tokenizer_sha256=meta["tokenizer"]["sha256"],
-                              data_fingerprint=saved["data_fingerprint"])
+    config["nanobase"] = {key: saved[key] for key in ("step", "tokenizer_sha256", "data_fingerprint")}
     n_params = sum(tensor.numel() for tensor in tensors.values())
-    tokenizer_config = dict(
-        tokenizer_class="PreTrainedTokenizerFast", model_max_length=shape.block_size, split_special_tokens=True,
-        clean_up_tokenization_spaces=False, padding_side="left",
-        bos_token=special, eos_token=special)  # no pad_token: who masks padding in a loss would mask every end
-    generation_config = dict(
-        do_sample=True, temperature=0.8, top_k=50,  # as sample.py
-        **{f"{kind}_token_id": shape.eot_id for kind in ("bos", "eos", "pad")})
-    texts = {name: json.dumps(value, indent=1, ensure_ascii=False) for name, value in {
-        "config.json": config, "tokenizer.json": tokenizer_json(tokenizer, special),
-        "tokenizer_config.json": tokenizer_config, "generation_config.json": generation_config}.items()}
-    texts["README.md"] = model_card(os.path.basename(to), c.out_dir, meta, shape, saved, n_params, special)
-    write_folder(to, tensors, texts)
-    print(f"{c.to}: step {saved['step']} of {c.out_dir}, {n_params:,} parameters in {c.dtype}; its README.md says what "
-          f"they are")
+    said = {
+        "config.json": config,
+        "tokenizer.json": tokenizer_json(tokenizer, shape),
+        "tokenizer_config.json": dict(  # no pad_token: who masks padding in a loss would mask every end
+            tokenizer_class="PreTrainedTokenizerFast", model_max_length=shape.block_size, split_special_tokens=True,
+            clean_up_tokenization_spaces=False, padding_side="left", bos_token=prepare.EOT, eos_token=prepare.EOT),
+        "generation_config.json": dict(  # as sample.py
+            do_sample=True, temperature=0.8, top_k=50, bos_token_id=shape.eot_id, eos_token_id=shape.eot_id,
+            pad_token_id=shape.eot_id)}
+    files = {name: json.dumps(value, indent=1, ensure_ascii=False).encode() for name, value in said.items()}
+    files["README.md"] = model_card(os.path.basename(to), c.out_dir, meta, saved, n_params).encode()
+    files["model.safetensors"] = save(tensors, dict(format="pt"))
+    write_folder(to, files)
+    print(f"{c.to}: step {saved['step']} of {c.out_dir}, {n_params:,} parameters in {c.dtype}; its README.md says more")
 
 
 if __name__ == "__main__":
