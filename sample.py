@@ -228,7 +228,6 @@ def score(c, model, corpus, split, token_bytes):
     """{source: dict(loss, perplexity, bits_per_byte)}, "" for all of them, as train.py's last evaluation measures."""
     from process import Ranks
     from train import evaluate
-
     T, device = model.shape.block_size, model.head_weight.device
     run = SimpleNamespace(  # what evaluate needs of a train.Run
         c=SimpleNamespace(micro_batch_size=max(1, SCORED_TOKENS // T), block_size=T), corpus=corpus, model=model,
@@ -291,14 +290,15 @@ def show_prompt(title, text):
     print(plain, end="")
 
 
-def stopped_by(tokens, tokenizer):
-    return "end_of_text" if tokens[-1] == tokenizer.eot_id else "max_new_tokens"
+def ending(tokens, tokenizer):
+    return dict(stopped_by="end_of_text" if tokens[-1] == tokenizer.eot_id else "max_new_tokens",
+                repeated=fluency.repeated([tokenizer.decode(tokens)]))
 
 
 def json_line(c, tokenizer, step, prompt, tokens, **more):
     return json.dumps(dict(prompt=prompt, completion="".join(map(reader(tokenizer), tokens)), tokens=tokens, step=step,
-                           stopped_by=stopped_by(tokens, tokenizer), **more,
-                           **{key: getattr(c, key) for key in SETTINGS}), ensure_ascii=False)
+                           **ending(tokens, tokenizer), **more, **{key: getattr(c, key) for key in SETTINGS}),
+                      ensure_ascii=False)
 
 
 def continue_prompts(c, model, tokenizer, step, allowed, prompts):
@@ -321,7 +321,7 @@ def continue_prompts(c, model, tokenizer, step, allowed, prompts):
         for (number, sample), tokens in zip(batch, new, strict=True):
             print(json_line(c, tokenizer, step, prompts[number], tokens, sample=sample) if c.json else
                   f"\n---- {len(tokens)} tokens, {len(tokens) / (time.perf_counter() - began):.0f} a second, stopped "
-                  f"by {stopped_by(tokens, tokenizer)}", flush=True)
+                  "by {stopped_by}, {repeated:.0%} repeated".format(**ending(tokens, tokenizer)), flush=True)
 
 
 def continuation_check(c, model, tokenizer, step, allowed, corpus):
@@ -342,7 +342,7 @@ def continuation_check(c, model, tokenizer, step, allowed, corpus):
                 else:
                     show_prompt(f"{source}, {i + 1} of {len(prompts)}", text)
                     show("".join(map(reader(tokenizer), new[i])))
-                    print(f"\n---- stopped by {stopped_by(new[i], tokenizer)}", flush=True)
+                    print("\n---- stopped by {stopped_by}, {repeated:.0%} repeated".format(**ending(new[i], tokenizer)))
         return new
 
     evaluated = [row["val_ppl"] for row in read_log(folder) if row["event"] == "eval" and row["step"] <= step]

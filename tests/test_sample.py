@@ -93,7 +93,8 @@ def test_a_fresh_process_continues_a_memorised_text_to_its_end_with_json_lines_o
     assert [line["prompt"] + line["completion"] for line in lines] == [TEXT, TEXT[TEXT.index("for"):]]
     for line in lines:
         assert line["stopped_by"] == "end_of_text" and line["tokens"] == [*line["completion"].encode(), EOT]
-        assert line["temperature"] == 0 and line["top_k"] == 50 and line["seed"] == 1337 and line["step"] == 1
+        assert line["temperature"] == line["repeated"] == 0 and line["top_k"] == 50
+        assert line["seed"] == 1337 and line["step"] == 1
 
 
 def test_the_screen_shows_each_character_once_it_is_whole(out_dir, monkeypatch):
@@ -113,7 +114,7 @@ def test_the_screen_shows_each_character_once_it_is_whole(out_dir, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={out_dir}", "--prompt=# ", "--temperature=0"])
     sample.main()
-    assert TEXT in screen.getvalue() and "\ufffd" not in screen.getvalue()
+    assert TEXT in screen.getvalue() and "\ufffd" not in screen.getvalue() and "0% repeated" in screen.getvalue()
     assert {"水", "在", "自", "。", "f"} <= set(screen.writes), "characters come one by one, as tokens do"
 
 
@@ -342,6 +343,11 @@ def test_of_a_long_train_text_only_a_bounded_part_is_read(corpora, monkeypatch):
     [part] = fluency.pair_signs(corpus, tokenizer, "code", words)
     assert 2000 <= sum(seen) <= 2600 and 0 < part["pairs"] < whole["pairs"] <= 1
     assert fluency.pair_signs(corpus, tokenizer, "code", words) == [part], "the pieces are the same each time"
+
+
+def test_repetition_is_the_share_of_runs_of_four_that_came_before():
+    assert fluency.repeated(["a b c d e", "a b c d"]) == 0 == fluency.repeated(["", "a b"])
+    assert fluency.repeated(["a b c d a b c d"]) == pytest.approx(1 / 5)
 
 
 def test_units_are_words_single_marks_and_single_chinese_characters():
