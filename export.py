@@ -42,13 +42,15 @@ PARTS = dict(tok_emb="model.embed_tokens", norm="model.norm", lm_head="lm_head",
 
 def tensors_of(shape):
     """{our name: (their name, size)} of every weight. Raises Refused for one that the layout has no place for."""
+    names = {}
     with torch.device("meta"):
-        model, names = Transformer(shape), {}
-    for name, weight in model.state_dict().items():
+        weights = Transformer(shape).state_dict()
+    for name, weight in weights.items():
         *layer, part, kind = name.split(".")
         if part not in PARTS or kind != "weight":
             raise Refused(f"transformers' Llama has no place for {name}")
-        names[name] = ".".join([*(["model", *layer] if layer else []), PARTS[part], kind]), weight.shape
+        where = f"model.{'.'.join(layer)}." if layer else ""
+        names[name] = f"{where}{PARTS[part]}.weight", weight.shape
     return names
 
 
@@ -64,18 +66,16 @@ def to_llama(weights, shape, dtype):
     config = {theirs: getattr(shape, ours) for ours, theirs in CONFIG.items()}
     return config | dict(
         architectures=["LlamaForCausalLM"], model_type="llama", head_dim=shape.n_embd // shape.n_head,
-        hidden_act="silu", attention_bias=False, mlp_bias=False, torch_dtype=dtype,
-        bos_token_id=shape.eot_id), tensors  # no pad_token_id: torch gives that id's embedding no gradient
+        hidden_act="silu", torch_dtype=dtype, bos_token_id=shape.eot_id,
+    ), tensors  # no pad_token_id: torch gives that id's embedding no gradient
 
 
 def read_llama(path):
-    """(fp32 state dict, Shape, dict of step and what else is known) from an export folder or its .safetensors file.
-
-    Reads what `transformers` saves in this layout too. Raises Refused.
-    """
+    """(fp32 state dict, Shape, dict of step and what else is known) from an export folder, one that `transformers`
+    saved, or its .safetensors file. Raises Refused."""
     from safetensors import SafetensorError, safe_open
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
     path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else path
+    folder = os.path.dirname(path)
     said = prepare.read_json(os.path.join(folder, "config.json"))
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     if said.get("model_type") != "llama" or rope.get("rope_type", "default") != "default":
@@ -104,26 +104,17 @@ def read_llama(path):
 PATTERN = prepare.PATTERN.replace("]?+", "]?").replace("]++", "]+")
 
 
-def byte_characters():
-    """{byte: the printable character that stands for it in tokenizer.json} (GPT-2's table: the others from U+0100)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
 def tokenizer_json(tokenizer, shape):
-    """The tokenizer in the format of the `tokenizers` library. Raises Refused where that can't hold it.
-
-    tiktoken joins any two neighbours whose joint bytes have a rank, the lowest rank first: so every way to cut a token
-    into two is a merge, not the one by which it was found.
-    """
+    """The tokenizer in the format of the `tokenizers` library. Raises Refused where that can't hold it."""
     if tokenizer.pattern != prepare.PATTERN:
         raise Refused(f"the tokenizer splits by {tokenizer.pattern!r}: only prepare.py's own pattern can be exported")
     if not len(tokenizer.ranks) == tokenizer.eot_id == shape.eot_id == shape.vocab_size - 1:
         raise Refused(f"end-of-text {tokenizer.eot_id} of {len(tokenizer.ranks)} tokens, {shape.eot_id} of "
                       f"{shape.vocab_size} ids of the weights: it must be the id behind the tokens, and the last")
-    characters = byte_characters()
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
+    characters = [chr(b if b in printable else next(others)) for b in range(256)]  # one for each byte (GPT-2's table)
     pieces = {piece: "".join(characters[b] for b in piece) for piece in tokenizer.ranks}
+    # tiktoken joins any neighbours whose joint bytes have a rank: every way to cut a token into two is a merge
     merges = [[pieces[piece[:i]], pieces[piece[i:]]] for piece in pieces for i in range(1, len(piece))
               if piece[:i] in pieces and piece[i:] in pieces]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
@@ -138,11 +129,7 @@ def tokenizer_json(tokenizer, shape):
 
 # ---- the model card
 
-HEAD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-# {name}
+HEAD = """# {name}
 
 A base language model of {n_params:,} parameters: it continues text. It was not taught to answer or to be right.
 Step {step:,} of a run that began from {start} weights; code {commit}, data {data}.
@@ -152,35 +139,32 @@ LIMITS = f"""
 
 - It repeats what its data hold, errors and prejudice included, and makes up the rest. Nothing but the losses above was
   measured. What it learnt from belongs to its authors; this card grants no licence.
-- It was never trained beyond block_size tokens. With doc_mask = True attention also stayed inside a document: this
-  layout has no such mask, give it one document at a time.
-- Don't end a prompt with a space: to this tokenizer it belongs to the next word. An empty prompt is one end-of-text.
-- Text that looks like `{prepare.EOT}` is ordinary text, as in training. `transformers` learns that from
-  tokenizer_config.json (`split_special_tokens`); who loads tokenizer.json alone must set `encode_special_tokens`.
-- Documents of over {prepare.PIECE_CHARS:,} characters were encoded in pieces for training; this tokenizer takes a text
-  whole.
+- It never saw more than block_size tokens, nor two documents at once if doc_mask is True: give it one, then.
+- Don't end a prompt with a space: to this tokenizer it belongs to the next word.
+- Text that looks like `{prepare.EOT}` is ordinary text, as in training, thanks to `split_special_tokens` in
+  tokenizer_config.json: who loads tokenizer.json alone must set `encode_special_tokens`.
 """
 
 
 def model_card(name, out_dir, meta, saved, n_params):
     """README.md: what the weights learnt from, how well, by which settings, and what they are not good for."""
-    settings, sources = saved["settings"], {source["name"]: source for source in meta["recipe"].get("sources", [])}
-    data, losses = [], []
-    for source, row in meta["splits"]["train"].items():
-        asked = sources.get(source, {})  # of local files no path: it is one of this machine
-        origin = f"{asked['path']} at {asked['revision']}" if asked.get("hub") else "local files"
-        data.append([source, origin, *(f"{row[key]:,}" for key in ("documents", "tokens", "bytes"))])
-    evals = [row for row in report.read_log(out_dir) if row["event"] == "eval" and row["step"] <= saved["step"]]
-    for last in evals[-1:]:
-        for source, row in (last["sources"] | {f"all, at step {last['step']:,}": last}).items():
-            losses.append([source, *(f"{row[key]:.4f}" for key in ("val_loss", "val_ppl", "val_bpb"))])
+    settings, scores = saved["settings"], {}
+    origin = {source["name"]: f"{source['path']} at {source['revision']}"
+              for source in meta["recipe"].get("sources", []) if source.get("hub")}  # no path of this machine
+    data = [[source, origin.get(source, "local files"), *(f"{row[key]:,}" for key in ("documents", "tokens", "bytes"))]
+            for source, row in meta["splits"]["train"].items()]
+    for row in report.read_log(out_dir):
+        if row["event"] == "eval" and row["step"] <= saved["step"]:
+            scores = row["sources"] | {f"all, at step {row['step']:,}": row}
+    losses = [[source, *(f"{row[key]:.4f}" for key in ("val_loss", "val_ppl", "val_bpb"))]
+              for source, row in scores.items()] or [["not evaluated", "", "", ""]]
     start = "random" if settings["init_from"] in ("auto", "scratch") else "other"
     return "\n".join([
         HEAD.format(name=name, n_params=n_params, step=saved["step"], start=start, commit=saved["commit"],
                     data=saved["data_fingerprint"]),
         *report.table("Data: the train split", ["source", "from", "documents", "tokens", "bytes"], data),
         *report.table("Losses on held-out documents (val)", ["source", "nats a token", "perplexity", "bits per byte"],
-                      losses or [["not evaluated", "", "", ""]]),
+                      losses),
         "## Settings\n\n```",
         *(f"{key} = {value!r}" for key, value in settings.items() if key not in ("data_dir", "out_dir", "init_from")),
         "```", LIMITS])
@@ -189,10 +173,7 @@ def model_card(name, out_dir, meta, saved, n_params):
 # ---- the folder
 
 def write_folder(to, files):
-    """`files` {name: bytes} and their SHA256SUMS under a temporary name beside `to`, fsynced, then renamed.
-
-    Raises Refused, and leaves nothing behind, where that fails.
-    """
+    """`files` {name: bytes} and their SHA256SUMS: beside `to`, fsynced, renamed. Raises Refused, leaving nothing."""
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
     partial = f"{to}.export.tmp"
     try:
@@ -231,9 +212,8 @@ def main():
         "tokenizer_config.json": dict(  # no pad_token: who masks padding in a loss would mask every end
             tokenizer_class="PreTrainedTokenizerFast", model_max_length=shape.block_size, split_special_tokens=True,
             clean_up_tokenization_spaces=False, padding_side="left", bos_token=prepare.EOT, eos_token=prepare.EOT),
-        "generation_config.json": dict(  # as sample.py
-            do_sample=True, temperature=0.8, top_k=50, bos_token_id=shape.eot_id, eos_token_id=shape.eot_id,
-            pad_token_id=shape.eot_id)}
+        "generation_config.json": dict(do_sample=True, temperature=0.8, top_k=50,  # as sample.py
+                                       **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), shape.eot_id))}
     files = {name: json.dumps(value, indent=1, ensure_ascii=False).encode() for name, value in said.items()}
     files["README.md"] = model_card(os.path.basename(to), c.out_dir, meta, saved, n_params).encode()
     files["model.safetensors"] = save(tensors, dict(format="pt"))
