@@ -327,8 +327,8 @@ def resolve(record, settings, begun, total_weight):
     source["share_tokens"] = share = int(budget * source["weight"] / total_weight)
     if source["hub"]:
         for old in begun.get("sources", []):
-            if all(old[key] == source[key] for key in ("name", "path", "revision")):
-                source["commit"] = old["commit"]
+            if all(old.get(key) == source[key] for key in ("name", "path", "revision")):
+                source["commit"] = old.get("commit")
     else:
         files, other = local_files(source["path"])
         if other:
