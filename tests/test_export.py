@@ -90,6 +90,14 @@ def copy(out_dir, tmp_path):
     return f"{tmp_path}/out"
 
 
+def flip(path):
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte = f.read(1)[0]
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
+
+
 # ---- the tokenizer
 
 def test_text_is_split_alike_around_every_kind_of_character(theirs):
@@ -254,11 +262,7 @@ def test_a_run_starts_from_the_exported_weights(out_dir, folder, tmp_path):
 
 def test_damaged_or_foreign_weights_are_not_started_from(folder, tmp_path):
     shutil.copytree(folder, f"{tmp_path}/flipped")
-    with open(f"{tmp_path}/flipped/model.safetensors", "r+b") as f:
-        f.seek(-99, os.SEEK_END)
-        byte = f.read(1)[0]
-        f.seek(-99, os.SEEK_END)
-        f.write(bytes([byte ^ 4]))
+    flip(f"{tmp_path}/flipped/model.safetensors")
     with pytest.raises(Refused, match="copy the folder again"):
         load_weights(f"{tmp_path}/flipped")
     for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")), dict(num_hidden_layers=3),
@@ -276,14 +280,6 @@ def test_damaged_or_foreign_weights_are_not_started_from(folder, tmp_path):
 
 
 # ---- what is refused, and what is left behind
-
-def flip(path):
-    with open(path, "r+b") as f:
-        f.seek(os.path.getsize(path) // 2)
-        byte = f.read(1)[0]
-        f.seek(-1, os.SEEK_CUR)
-        f.write(bytes([byte ^ 1]))
-
 
 def test_an_unverified_checkpoint_is_never_exported(copy, tmp_path, capsys):
     flip(f"{copy}/ckpt/step_00000040.pt")
