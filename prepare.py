@@ -86,8 +86,8 @@ READABLE = CODE | {"txt", "md", "rst", "jsonl", "parquet"}
 INDEX = np.dtype([("digest", "S16"), ("split", "u1"), ("tokens", "<u4"), ("bytes", "<u4")])  # a document of a shard
 CONTROLS = bytes(set(range(32)) - set(b"\t\n"))
 SURROGATE = re.compile("[\ud800-\udfff]")
-LONG_SPACE = re.compile(r"\s{65,}")
-MANY_SPACES = re.compile(r"\s{8}")  # in every eighth character: else there is no run of 65, and this is found sooner
+BLANK = bytes.maketrans(b"\t\n", b"  ")
+LONG_SPACE = re.compile(rb"[ \t\n]{65,}")
 log = logging.getLogger("prepare")
 
 # ---- data/ as the other stages read it -----------------------------------------------------------
@@ -514,7 +514,7 @@ def text_of(where, raw, field):
 
 
 def shorter(run):
-    return "\n\n" if run[0].count("\n") > 1 else "\n" if "\n" in run[0] else run[0][:64]
+    return b"\n\n" if run[0].count(b"\n") > 1 else b"\n" if b"\n" in run[0] else run[0][:64]
 
 
 def clean(data, kind, tally):
@@ -529,10 +529,9 @@ def clean(data, kind, tally):
     data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\r" in data else data)
     data = apply("control", data.translate(None, CONTROLS))
     if kind == "prose":
-        text = data.decode()
-        data = apply("nfc", data if text.isascii() else unicodedata.normalize("NFC", text).encode())
-        if MANY_SPACES.search(text[::8]):
-            data = apply("white_space", LONG_SPACE.sub(shorter, data.decode()).encode())
+        data = apply("nfc", data if data.isascii() else unicodedata.normalize("NFC", data.decode()).encode())
+        if b" " * 65 in data.translate(BLANK):  # found ten times as fast as by the expression
+            data = apply("white_space", LONG_SPACE.sub(shorter, data))
     return data
 
 
