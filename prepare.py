@@ -238,6 +238,9 @@ class Tokenizer:
             raise Refused(f"{folder} has no tokenizer (no meta.json that names one): run `python prepare.py` first")
         self.eot_id, self.vocab_size, self.pattern = meta["eot_id"], meta["vocab_size"], meta["tokenizer"]["pattern"]
         self.ranks = read_ranks(folder, meta["tokenizer"]["sha256"])
+        if len(self.ranks) > self.vocab_size:
+            raise Refused(f"{folder}/meta.json speaks of {self.vocab_size} ids, its tokenizer has {len(self.ranks)}: "
+                          "copy both again")
         self.token_bytes = np.zeros(self.vocab_size, np.int64)  # UTF-8 bytes an id stands for, specials for none
         self.token_bytes[:len(self.ranks)] = [len(piece) for piece in self.ranks]
 
@@ -282,15 +285,29 @@ def local_files(path):
     return sorted(files), Counter() if hidden else other
 
 
+def listed(other):
+    return ", ".join(f"{n:,} {kind}" for kind, n in other.most_common(9))
+
+
 def docs_sources(folder):
-    """The sub-folders of a folder and, as one source more, the files directly in it."""
+    """The sub-folders of a folder and, as one source more, the files directly in it; what holds nothing to read is said
+    and left out."""
     if not os.path.isdir(folder):
         raise Refused(f"--docs={folder}: no such folder")
     names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
     records = [dict(name=name, path=os.path.join(folder, name)) for name in names]
     below = [record for record in records if os.path.isdir(record["path"])]
     direct = dict(name=os.path.basename(os.path.abspath(folder)), path=os.path.join(glob.escape(folder), "*"))
-    return below + [direct] * (len(below) < len(records))
+    found = []
+    for record in below + [direct] * (len(below) < len(records)):
+        files, other = local_files(record["path"])
+        if files:
+            found.append(record)
+        else:
+            log.info("%s: nothing to read, passed over: %s", record["path"], listed(other) or "an empty folder")
+    if not found:
+        raise Refused(f"--docs={folder}: no file that can be read in it or in its sub-folders")
+    return found
 
 
 def within(seconds, function):
@@ -332,8 +349,7 @@ def resolve(record, settings, begun, total_weight):
     else:
         files, other = local_files(source["path"])
         if other:
-            log.info("source %s: passed over: %s", source["name"],
-                     ", ".join(f"{n:,} {kind}" for kind, n in other.most_common(9)))
+            log.info("source %s: passed over: %s", source["name"], listed(other))
         sizes = [(os.path.basename(file), os.path.getsize(file)) for file in files]
         if not sizes:
             raise Refused(f"source {source['name']}: {source['path']} has no file that can be read")

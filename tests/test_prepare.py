@@ -155,6 +155,7 @@ def mixed(tmp_path_factory):
     write(f"{folder}/docs/direct.txt", "A document directly in the folder, not in a sub-folder.")
     write(f"{folder}/docs/direct.png", "No document, though it reads like one.")
     write(f"{folder}/docs/v1.0/dotted.txt", "A document in a folder with a dot in its name.")
+    write(f"{folder}/docs/images/a.jpg", b"\xff\xd8")
     write(f"{folder}/docs/files/spaces.txt", "begin" + "\n" * 1_000_000 + "end of a million line ends")
     write(f"{folder}/docs/files/a.sql", "a" * 2_000_000)
     write(f"{folder}/docs/files/b.sql", " " * 1_000_000 + "select everything")
@@ -172,6 +173,12 @@ def test_every_kind_of_file_becomes_documents_of_the_source_of_its_folder(mixed)
     assert "not read, ever, by anybody" not in found and "No document, though it reads like one." not in found
     assert found["A document directly in the folder, not in a sub-folder."] == 1
     assert found["A document in a folder with a dot in its name."] == 1
+
+
+def test_a_folder_with_nothing_to_read_is_said_and_left_out(mixed, tmp_path):
+    assert "docs/images: nothing to read, passed over: 1 .jpg" in mixed[1]
+    with pytest.raises(Refused, match="no file that can be read"):
+        prepare.docs_sources(f"{mixed[0]}/docs/images")
 
 
 def test_text_that_looks_like_a_special_token_is_text_and_end_of_text_only_ends_documents(mixed):
