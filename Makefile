@@ -27,6 +27,7 @@ demo: setup
 	$(PY) prepare.py config/data_demo.py
 	$(PY) train.py config/train_demo.py
 	$(PY) sample.py --out_dir=out/demo
+	@echo "the report: out/demo/report.md and out/demo/report.png"
 
 lint: setup
 	$(PY) -m ruff check .
