@@ -359,6 +359,7 @@ about the real shape where a line says [2 layers x 128], nor about steps of more
 
 def ask(p, part, rows):
     """Adds the rows of a part to `rows` and shows them."""
+    torch.cuda.empty_cache()  # what the part before it held
     function, costs = CHECKS[part]
     answers, needed = function(p), () if part in ("place", "data") else ("out_dir", "disk", "files")
     missing = [row["check"] for row in rows if row["check"] in needed and row["result"] in ("FAIL", "not run")]
@@ -369,16 +370,14 @@ def ask(p, part, rows):
                 passed, said = next(answers)
                 result = "warn" if passed is None else "pass" if passed else "FAIL"
             except Exception as error:
-                said = " ".join(str(error).split())
-                said = said if isinstance(error, Refused) else f"{type(error).__name__}: {said[-300:]}"
-                result, missing = "FAIL", [name]
+                kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+                result, said, missing = "FAIL", kind + " ".join(str(error).split())[-500:], [name]
             if p.narrow and part not in ("place", "data", "time") and name != "parameters":
                 said = f"[2 layers x 128] {said}"
         rows.append(dict(part=part, check=name, result=result, measured=said, cost=cost))
         first, *shown = said.split("\n")
         print(textwrap.fill(first, 120, initial_indent=ROW.format(name, result, cost), subsequent_indent=" " * 58))
         print("".join(f"{'':<21}{line[:98]}\n" for line in shown), end="", flush=True)
-    torch.cuda.empty_cache()
 
 
 def main():
