@@ -321,7 +321,9 @@ def stop(seconds):
 
 
 def timing(p):
-    c, timed = p.c, replace(bench.fit(p.c, p.world), out_dir=f"{p.folder}/time")
+    c, few = p.c, 4 * p.world * p.c.micro_batch_size * p.c.block_size  # four micro-batches stand for a long step
+    timed = replace(c, global_batch_tokens=min(few, c.global_batch_tokens), out_dir=f"{p.folder}/time")
+    timed = bench.fit(timed, p.world)
     log = bench.run_train(command(timed, p.world, f"{HERE}/train.py"), timed.out_dir, c.seconds)
     p.estimate = found = bench.figures(*log, p.corpus.vocab_size)
     found |= bench.estimate(c, found)

@@ -336,11 +336,10 @@ def moments_by_name(model, optimizers):
 def restore(saved, model, optimizers, scaler, ranks, device, seed):
     """Weights, moments, scaler and this rank's RNG out of a checkpoint; rates and decay stay as the settings say."""
     model.load_state_dict(saved["model"])
-    of = dict(model.named_parameters())
-    for optimizer in optimizers:
-        for name in (name for group in optimizer.param_groups for name in group["names"] if name in saved["optimizer"]):
-            moments = saved["optimizer"][name].items()
-            optimizer.state[of[name]] = {key: value.to(of[name].device) for key, value in moments}
+    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if name in saved["optimizer"]:
+            owner[p].state[p] = {key: value.to(p.device) for key, value in saved["optimizer"][name].items()}
     if saved["scaler"]:  # empty unless it was an fp16 run
         scaler.load_state_dict(saved["scaler"])
     if ranks.rank < len(saved["rng"]):
@@ -496,8 +495,7 @@ def first_pass(run, x, y):
     with run.autocast():
         loss = run.ddp(x, y, run.c.label_smoothing)
     loss.backward()
-    for p in run.model.parameters():
-        p.grad = None
+    run.model.zero_grad(set_to_none=True)
     set_rng_state(before, run.device)
     return loss.item() / y.numel()
 
@@ -572,12 +570,10 @@ def judge(run):
     """The guard, on rank 0: says what the logged curve looks like. Returns the finding that should stop the run."""
     if not run.log.on or run.c.guard == "off":
         return None
-    verdict = None
-    for finding in diagnose(run.log.rows, asdict(run.c), run.shape.vocab_size, run.ranks.world):
-        run.log.alarm(finding.kind, run.state["step"], finding.message, f"likely {finding.causes}; first check "
-                                                                         f"{finding.check}")
-        verdict = verdict or (finding if finding.stop and run.c.guard == "stop" else None)
-    return verdict
+    found = diagnose(run.log.rows, asdict(run.c), run.shape.vocab_size, run.ranks.world)
+    for f in found:
+        run.log.alarm(f.kind, run.state["step"], f.message, f"likely {f.causes}; first check {f.check}")
+    return next((f for f in found if f.stop and run.c.guard == "stop"), None)
 
 
 def save(run, kind):

@@ -540,7 +540,7 @@ def test_two_gigabytes_of_windows_are_read_in_flat_memory(tmp_path):
         x, y, valid = batches.take()
         assert x.shape == y.shape == (10, 10, 2048) and valid == 204800
         resident.append(int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE"))
-    assert max(resident[10:]) - resident[10] < 4e6
+    assert np.median(resident[60:]) - np.median(resident[10:50]) < 4e6  # mapped pages would be 18 MB more
 
 
 # ---- Muon and fp16
