@@ -129,7 +129,8 @@ def check(c):
     for least, under, keys in BOUNDS:
         for key in keys.split():
             if not least <= getattr(c, key) < under:
-                raise Refused(f"{key}={getattr(c, key)} is outside [{least}, {under})")
+                below = f" and under {under}" if under < math.inf else ""
+                raise Refused(f"{key}={getattr(c, key)} must be at least {least}{below}")
     if not c.out_dir or os.path.realpath(c.out_dir) == os.path.realpath(c.data_dir):
         raise Refused(f"out_dir={c.out_dir!r} must name a folder of its own")
     if c.min_lr > c.learning_rate:
