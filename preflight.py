@@ -31,7 +31,7 @@ import prepare
 import train
 from model import Shape, causality_leak, describe, newest_verified
 from process import Ranks, device_name, git, pick_device, pick_dtype, without_nan
-from report import read_log
+from report import duration, read_log
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LARGE = 50_000_000  # parameters that a CPU is not asked to train
@@ -332,7 +332,7 @@ def timing(p):
     limit = f"; budget_gpu_hours={c.budget_gpu_hours:g}" if c.budget_gpu_hours else ""
     yield not 0 < c.budget_gpu_hours < hours, (
         f"{found['tokens_per_s']:,.0f} tokens/s, {step_s:.3g} s a step, {(found['peak_memory_bytes'] or 0) / 2**30:.2f}"
-        f" GiB; the run, without evaluation and saving: {train.duration(3600 * found['est_hours'])}, {hours:.3g} "
+        f" GiB; the run, without evaluation and saving: {duration(3600 * found['est_hours'])}, {hours:.3g} "
         f"device-hours{money}{limit}")
     yield stop(step_s + p.save_s)
 
@@ -408,7 +408,7 @@ def main():
             if part in parts or part == "place" and parts != ["data"]:
                 ask(p, part, rows)
     seconds, found = time.time() - began, [row["result"] for row in rows]
-    print(", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)), "in", train.duration(seconds))
+    print(", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)), "in", duration(seconds))
     print("" if c.only else PROVES)
     record = dict(schema=1, time=began, seconds=seconds, device_hours=seconds * p.world / 3600, checks=rows,
                   estimate=p.estimate, settings=asdict(c), commit=git("rev-parse", "HEAD"))

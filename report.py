@@ -113,7 +113,7 @@ def where_time_went(r):
 
 def duration(seconds):
     m, s = divmod(round(seconds), 60)
-    return f"{m // 60}h{m % 60:02}m" if m >= 60 else f"{m}m{s:02}s" if m else f"{s}s"
+    return f"{m // 60}h{m % 60:02}m" if m >= 60 else f"{m}m{s:02}s" if m else f"{s}s"  # 1h02m, 3m20s or 12s
 
 
 def cell(value, form="{}"):

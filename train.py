@@ -35,7 +35,7 @@ from model import (IGNORE, PEAK_TFLOPS, Shape, Transformer, causality_leak, coun
                    why_bad)
 from process import (Log, Ranks, StopSignal, device_name, peak_memory, pick_device, pick_dtype, rng_state,
                      seed_everything, set_rng_state, why_no_compile, without_nan)
-from report import read_log
+from report import duration, read_log
 
 
 @dataclass(frozen=True)
@@ -389,13 +389,6 @@ class Run:
         """The raw module, whatever the shapes: the compiled one only ever sees (micro_batch_size, block_size)."""
         compiled = self.model.head_loss is not head_loss
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-
-def duration(seconds):
-    """1h02m, 3m20s or 12s."""
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
 
 
 def open_out_dir(c, start_id):
