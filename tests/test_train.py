@@ -307,6 +307,20 @@ def test_a_resume_that_forgets_something_would_be_noticed(data_dir, straight, tm
     assert column(tmp_path, "loss")[5] != column(straight, "loss")[5]
 
 
+def test_a_rank_that_the_checkpoint_does_not_know_draws_from_seed_step_and_rank(data_dir, straight):
+    saved, drawn = checkpoint(straight, 4), {}
+    corpus, c = prepare.Corpus(data_dir), settings()
+    for rank, step in ((1, 4), (1, 4), (2, 4), (1, 5)):
+        model = Transformer(Shape.of(c, corpus.vocab_size, corpus.eot_id))
+        ranks = process.Ranks()
+        ranks.rank = rank
+        torch.manual_seed(len(drawn))  # whatever was there before does not matter
+        script.restore(saved | dict(step=step), model, script.make_optimizers(model, c),
+                       torch.amp.GradScaler("cpu", enabled=False), ranks, torch.device("cpu"), c.seed)
+        drawn.setdefault((rank, step), []).append(torch.rand(3).tolist())
+    assert drawn[1, 4][0] == drawn[1, 4][1] and len({tuple(found[0]) for found in drawn.values()}) == 3
+
+
 def test_a_killed_process_loses_only_the_steps_since_its_last_save(data_dir, straight, tmp_path):
     process = start("train.py", *TINY, "--dropout=0.1", f"--data_dir={data_dir}", f"--out_dir={tmp_path}",
                     "--max_steps=8", env=dict(PYTHONUNBUFFERED="1"))
