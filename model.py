@@ -82,6 +82,38 @@ def rotate(x, cos, sin):
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
 
 
+def attend(q, k, v, mask):
+    """Attention of q (B, n_head, T, head_dim) to k, v (B, n_kv_head, seen, head_dim), causal unless `mask` or T = 1."""
+    (B, n_head, T, head_dim), n_kv_head = q.shape, k.shape[1]
+    if mask is None and 1 < T <= 1024 and q.device.type == "cpu":
+        return attend_in_blocks(q, k, v)
+    if T == 1:  # the heads of a group stand as the queries of their KV head: nothing is expanded
+        q = q.reshape(B, n_kv_head, -1, head_dim)
+    elif mask is not None:  # the kernels for masks know no grouped heads: expand
+        k, v = (t.repeat_interleave(n_head // n_kv_head, dim=1) for t in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                       enable_gqa=k.shape[1] != q.shape[1])
+    return y.reshape(B, n_head, T, head_dim)
+
+
+def attend_in_blocks(q, k, v):
+    """Causal attention, a quarter of the queries at a time against the keys they may see; shapes as in `attend`.
+
+    Two to three times as fast as the CPU's flash kernel, since the heads of a group share one product; but T x T scores
+    a head stand in memory, so it is for short contexts.
+    """
+    T, n_kv_head, y = q.shape[2], k.shape[1], []
+    q = (q * q.shape[3]**-0.5).unflatten(1, (n_kv_head, -1))  # (B, n_kv_head, group, T, head_dim)
+    for rows in q.split(-(-T // 4), dim=3):
+        first = sum(part.shape[3] for part in y)
+        seen = first + rows.shape[3]
+        scores = rows.flatten(2, 3) @ k[:, :, :seen].transpose(2, 3)  # (B, n_kv_head, group * rows, seen)
+        future = torch.ones(seen - first, seen, dtype=torch.bool).triu(first + 1)
+        weights = scores.float().unflatten(2, (-1, seen - first)).masked_fill(future, -math.inf).softmax(dim=-1)
+        y.append((weights.to(v.dtype).flatten(2, 3) @ v[:, :, :seen]).unflatten(2, (-1, seen - first)))
+    return torch.cat(y, dim=3).flatten(1, 2)
+
+
 class Layer(nn.Module):
     """Attention, then a SwiGLU feed-forward, each on a normed input and added to the residual stream."""
 
@@ -108,13 +140,8 @@ class Layer(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache(k, v)  # all keys and values so far, (B, n_kv_head, cached, head_dim)
-        if T == 1:  # the heads of a group stand as the queries of their KV head: nothing is expanded
-            q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
-        elif mask is not None:  # the kernels for masks know no grouped heads: expand
-            k, v = (t.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
-                                           enable_gqa=k.shape[1] != q.shape[1])
-        return self.wo(y.reshape(B, self.n_head, T, self.head_dim).transpose(1, 2).reshape(B, T, C))
+        y = attend(q, k, v, mask)  # (B, n_head, T, head_dim)
+        return self.wo(y.transpose(1, 2).reshape(B, T, C))
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         x = x + F.dropout(self.attention(self.attn_norm(x), cos, sin, mask, cache), self.dropout, self.training)

@@ -3,6 +3,7 @@
 train.py is the loop; what surrounds a loop on any machine stands here.
 """
 import contextlib
+import ctypes
 import datetime
 import json
 import math
@@ -117,6 +118,15 @@ def device_name(device):
         names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
         return f"{names[0]}, {torch.get_num_threads()} thread(s)" if names else platform.processor()
     return platform.processor()
+
+
+def keep_freed_memory():
+    """Has malloc keep what is freed. By default glibc returns tensors over 32 MB to the kernel, and the page faults of
+    getting them back took a sixth of the step of a 100M model on two cores. A no-op where the C library is another."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def peak_memory(device):

@@ -33,8 +33,8 @@ from diagnosis import diagnose
 from model import (IGNORE, PEAK_TFLOPS, Shape, Transformer, causality_leak, count_parameters, describe, first_nonfinite,
                    flops_per_token, head_loss, load_weights, newest_verified, parameter_groups, saved_steps, sha256_of,
                    why_bad)
-from process import (Log, Ranks, StopSignal, device_name, peak_memory, pick_device, pick_dtype, rng_state,
-                     seed_everything, set_rng_state, why_no_compile, without_nan)
+from process import (Log, Ranks, StopSignal, device_name, keep_freed_memory, peak_memory, pick_device, pick_dtype,
+                     rng_state, seed_everything, set_rng_state, why_no_compile, without_nan)
 from report import duration, read_log
 
 
@@ -609,6 +609,8 @@ def begin(c, ranks, stop, log):
     for a finished run."""
     ranks.join(c.dist_timeout_s)
     device = ranks.together(pick_device, c, ranks.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
     ranks.together(check_batch, c, ranks.world)
     corpus = ranks.together(prepare.Corpus, c.data_dir, ranks.local_rank == 0)
     if len(set(ranks.gather(corpus.fingerprint))) > 1:
