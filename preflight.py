@@ -59,6 +59,14 @@ def estimated_memory(c, s, n_params):
             c.micro_batch_size * s.block_size * (kept + 12 * s.n_embd + 10 * s.vocab_size / c.loss_chunks))
 
 
+def free_memory(device):
+    """Bytes free on the GPU that has least, or in this machine."""
+    if device.type == "cuda":
+        return min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    with open("/proc/meminfo", encoding="utf-8") as f:
+        return 1024 * int(f.read().split("MemAvailable:")[1].split()[0])
+
+
 def place(p):
     p.ending.callback(train.open_out_dir(p.c, "preflight").close)
     p.folder = p.ending.enter_context(
@@ -78,15 +86,10 @@ def place(p):
     shutil.rmtree(f"{p.folder}/write")
     yield True, f"{said.split(maxsplit=1)[1]}; {size / p.save_s / 1e6:,.0f} MB/s"
 
-    if p.device.type == "cuda":
-        free = min(torch.cuda.mem_get_info(i)[0] for i in range(p.world))
-    else:
-        with open("/proc/meminfo", encoding="utf-8") as f:
-            free = 1024 * int(f.read().split("MemAvailable:")[1].split()[0])
     need = estimated_memory(p.small, p.shape, p.n_params)
-    fits = need < 0.95 * free or (None if 16 * p.n_params < free else False)
+    fits = False if p.too_large else need < 0.95 * p.free or None
     advice = ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True" * (not fits)
-    yield fits, (f"{p.world} x {device_name(p.device)}; about {need / 2**30:.2f} of {free / 2**30:.1f} GiB needed on "
+    yield fits, (f"{p.world} x {device_name(p.device)}; about {need / 2**30:.2f} of {p.free / 2**30:.1f} GiB needed on "
                  f"each{advice}")
 
 
@@ -396,9 +399,12 @@ def main():
     shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
     device = torch.device("cpu") if parts == ["data"] else pick_device(c, 0)
     n_params, dtype = describe(shape, 1)[0], pick_dtype(c, device)
-    narrow = device.type == "cpu" and n_params > LARGE
+    free = free_memory(device)
+    too_large = 20 * n_params > free  # bytes: weights, gradients and moments take 16, and the checks keep a copy
+    narrow = too_large or device.type == "cpu" and n_params > LARGE
     p = SimpleNamespace(
         c=c, corpus=corpus, shape=shape, n_params=n_params, device=device, narrow=narrow, estimate=None,
+        free=free, too_large=too_large,
         small=shortened(c, narrow, dtype=dtype), world=torch.cuda.device_count() if device.type == "cuda" else 1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))  # through what p.ending holds

@@ -215,6 +215,13 @@ def test_a_shape_too_large_for_the_cpu_is_checked_narrowed_and_says_so(data_dir,
     assert measured["parameters"].startswith("90,496")
 
 
+def test_a_shape_that_memory_does_not_hold_is_checked_narrowed_and_fails_there_alone(data_dir, tmp_path, monkeypatch):
+    for bytes_each, fails in ((19, ["memory"]), (1000, [])):
+        monkeypatch.setattr(preflight, "free_memory", lambda device, free=90_496 * bytes_each: free)
+        _, results, measured = look(data_dir, tmp_path, "--only=model")
+        assert failed(results) == fails and measured["causality"].startswith("[2 layers x 128]") == bool(fails)
+
+
 # ---- processes of their own
 
 def faulty(monkeypatch, line):
