@@ -113,7 +113,10 @@ def scan(corpus, split, weight):
 
 def data(p):
     corpus, tokenizer = prepare.Corpus(p.c.data_dir, check="all"), prepare.Tokenizer(p.c.data_dir)
-    tokens = corpus.tokens("train")
+    tokens, known = corpus.tokens("train"), len(tokenizer.ranks) + len(corpus.meta["tokenizer"]["special_tokens"])
+    if known != corpus.vocab_size:
+        raise Refused(f"meta.json speaks of {corpus.vocab_size:,} ids, its tokenizer and special tokens are {known:,}: "
+                      "copy the folder again, or prepare it again")
     yield True, f"{tokens:,} train tokens; all as their sha256 say" + "".join(
         f"\ntoken {at:,}: {tokenizer.decode(corpus.read('train', at, min(32, tokens)))[:70]!r}"
         for at in np.random.RandomState(0).randint(0, max(1, tokens - 32), 3))

@@ -85,11 +85,12 @@ def test_documents_of_the_same_letters_in_another_order_are_no_copies(tmp_path):
     assert look(data, tmp_path / "out", "--only=data")[0] == 0
 
 
-@pytest.mark.parametrize("vocab_size, eot_id", [(200, 256), (257, 10)])
-def test_a_wrong_vocabulary_fails(copy, tmp_path, vocab_size, eot_id):
+@pytest.mark.parametrize("vocab_size, eot_id, row", [
+    (200, 256, "files"), (256, 256, "files"), (258, 256, "files"), (257, 10, "documents")])
+def test_a_wrong_vocabulary_fails(copy, tmp_path, vocab_size, eot_id, row):
     folder, meta = copy
     (folder / "meta.json").write_text(json.dumps(meta | dict(vocab_size=vocab_size, eot_id=eot_id)))
-    assert look(folder, tmp_path / "out", "--only=data")[0] == 1
+    assert failed(look(folder, tmp_path / "out", "--only=data")[1]) == [row]
 
 
 def test_an_id_outside_the_vocabulary_and_a_lost_end_of_text_fail(copy):
