@@ -88,7 +88,8 @@ def place(p):
 
     need = estimated_memory(p.small, p.shape, p.n_params)
     fits = False if p.too_large else need < 0.95 * p.free or None
-    advice = ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True" * (not fits)
+    advice = "" if fits else ": a smaller model" if p.too_large else (
+        ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True")
     yield fits, (f"{p.world} x {device_name(p.device)}; about {need / 2**30:.2f} of {p.free / 2**30:.1f} GiB needed on "
                  f"each{advice}")
 
@@ -318,15 +319,19 @@ def ranks(p):
                       f"rates, losses: {found or 'none'}")
 
 
-def stop(seconds):
+def stop(save_s, step_s=0.0):
     """torchrun gives its workers 30 s between SIGTERM and SIGKILL, from torch 2.12 on what this variable says."""
-    limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+    limit, seconds = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)), save_s + step_s
     advice = f": TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * seconds)} gives more, from torch 2.12 on"
-    said = f"{seconds:.1f} s for a step and a save; torchrun waits {limit:g} s"
+    said = f"{seconds:.1f} s for {'a step and ' if step_s else ''}a save; torchrun waits {limit:g} s"
     return (True, said) if seconds <= limit / 1.5 else (None, said + advice)
 
 
 def timing(p):
+    if p.narrow and p.device.type == "cpu":
+        yield None, "a CPU is not timed at this size: run `python bench.py` with these settings on the GPU machine"
+        yield stop(p.save_s)
+        return
     c, few = p.c, 4 * p.world * p.c.micro_batch_size * p.c.block_size  # four micro-batches stand for a long step
     timed = replace(c, global_batch_tokens=min(few, c.global_batch_tokens), out_dir=f"{p.folder}/time")
     timed = bench.fit(timed, p.world)
@@ -340,7 +345,7 @@ def timing(p):
         f"{found['tokens_per_s']:,.0f} tokens/s, {step_s:.3g} s a step, {(found['peak_memory_bytes'] or 0) / 2**30:.2f}"
         f" GiB; the run, without evaluation and saving: {duration(3600 * found['est_hours'])}, {hours:.3g} "
         f"device-hours{money}{limit}")
-    yield stop(step_s + p.save_s)
+    yield stop(p.save_s, step_s)
 
 
 # ---- the table

@@ -211,9 +211,11 @@ def test_an_optimizer_that_does_not_step_fails(data_dir, tmp_path, monkeypatch):
 
 def test_a_shape_too_large_for_the_cpu_is_checked_narrowed_and_says_so(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "LARGE", 1000)
-    code, results, measured = look(data_dir, tmp_path, "--only=model,overfit")
+    code, results, measured = look(data_dir, tmp_path, "--only=model,overfit,time")
     assert code == 0 and all(measured[name].startswith("[2 layers x 128]") for name in ("overfit", "causality"))
     assert measured["parameters"].startswith("90,496")
+    assert results["timing"] == "warn" and "python bench.py" in measured["timing"]
+    assert "s for a save;" in measured["stop"]
 
 
 def test_a_shape_that_memory_does_not_hold_is_checked_narrowed_and_fails_there_alone(data_dir, tmp_path, monkeypatch):
@@ -273,9 +275,10 @@ def test_differences_are_named_in_the_order_of_their_causes():
 
 def test_a_stop_that_torchrun_would_cut_short_is_named(monkeypatch):
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    passed, said = preflight.stop(25.0)
-    assert passed is None and "25.0 s" in said and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75 gives more" in said
-    assert preflight.stop(20.0) == (True, "20.0 s for a step and a save; torchrun waits 30 s")
+    passed, said = preflight.stop(5.0, 20.0)
+    assert passed is None and "25.0 s for a step and a save" in said
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75 gives more" in said
+    assert preflight.stop(20.0) == (True, "20.0 s for a save; torchrun waits 30 s")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "75")
     assert preflight.stop(25.0)[0] is True
 
