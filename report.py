@@ -174,7 +174,8 @@ def quality(r):
 def gap(r):
     """The difference between estimate and measurement, in words."""
     said = [f"{what} {form(now)}, {now / estimate - 1:+.1%} against the estimate." for what, (estimate, now, form)
-            in speed(r).items() if estimate and now and what in ("tokens/s", "peak memory", "duration")]
+            in speed(r).items() if estimate and now and (what in ("tokens/s", "peak memory") or
+                                                         what == "duration" and r.step == r.max_steps)]
     if not said:
         said.append("No estimate to compare with: `python bench.py` with this run's settings makes one.")
     if r.mfu and r.n_params and r.max_steps:
@@ -237,8 +238,9 @@ def five_questions(runs):
     asked = [s[key] for s in settings for key in ("question", "note") if s.get(key)]
     answers = {"Asked": asked, "What changed": changed, "What was fixed": fixed, "What ran": ran, "What came out": out,
                "What is still open": opened}
-    return [f"- **{title}:** {'; '.join(dict.fromkeys(parts)) or 'nothing recorded'}."
-            for title, parts in answers.items() if parts or title != "Asked"]
+    said = {title: "; ".join(dict.fromkeys(parts)) or "nothing recorded" for title, parts in answers.items()}
+    return [f"- **{title}:** {text}{'' if text.endswith(('.', '?', '!')) else '.'}"
+            for title, text in said.items() if answers[title] or title != "Asked"]
 
 
 # ---- the picture
@@ -322,8 +324,7 @@ def plot(runs, path):
     low, high = (min(shown), min(max(shown), 2 * sorted(shown)[len(shown) // 2] + 2)) if len(shown) > 1 else (0, 10)
     low = min(low, high - 1)  # the noise of a flat curve must not look like a slope
     large.set_ylim(low - 0.12 * (high - low), high + 0.06 * (high - low))
-    large.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3 if several else 6, frameon=False, columnspacing=1,
-                 handletextpad=0.3, borderaxespad=0.2)
+    large.legend(loc="upper right", bbox_to_anchor=(1, 0.92), edgecolor="none")
     norms = [row["grad_norm"] for run in runs for row in run.steps if row["grad_norm"] is not None]
     small["grad_norm"].set_ylim(0, 1.5 * float(np.quantile(norms, 0.98)) if norms else 1)
     small["grad_norm"].axhline(clip or math.nan, color=GREY, linewidth=1, linestyle=":")
