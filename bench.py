@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from model import PEAK_TFLOPS, Shape, flops_per_token
-from prepare import PATTERN, SPLITS, Corpus, seal, write_atomically
+from prepare import PATTERN, SPLITS, Corpus, read_json, seal, write_atomically
 from report import hours, read_log
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -103,8 +103,7 @@ def run_train(command, out_dir, seconds):
         if child.returncode == 2 or refused:
             raise Refused("; ".join(refused) or "; ".join(said[-3:]))
         raise Failed("\n".join(said[-20:]))
-    with open(os.path.join(out_dir, "run.json"), encoding="utf-8") as f:
-        return rows, json.load(f)
+    return rows, read_json(os.path.join(out_dir, "run.json"))
 
 
 def spread(steps, key):
@@ -211,7 +210,7 @@ def fit(c, world):
                    save_interval=0, weights_interval=0, expect_params=0, init_from="scratch", guard="off")
 
 
-def measure(c, world, folder, seconds, vocab_size):
+def measure(c, world, folder, seconds, vocab_size, profile=""):
     """`figures` of train.py on `world` devices with these settings. Raises Refused and Failed as run_train does."""
     import train
 
@@ -219,10 +218,10 @@ def measure(c, world, folder, seconds, vocab_size):
     train.check(c)
     Shape.of(c, vocab_size)  # refuses one that can't be
     script = [os.path.join(HERE, "train.py")]
-    if c.profile:
+    if profile:
         script = [os.path.join(folder, "profiled.py"), HERE]
         with open(script[0], "w") as f:
-            f.write("import sys; sys.path.insert(0, sys.argv[1])\n" + PROFILED.replace("PATH", repr(c.profile)))
+            f.write("import sys; sys.path.insert(0, sys.argv[1])\n" + PROFILED.replace("PATH", repr(profile)))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
     command = [sys.executable, *torchrun, *script, *to_argv(c, *(field.name for field in fields(train.Config)))]
     return figures(*run_train(command, c.out_dir, seconds), vocab_size)
@@ -305,7 +304,7 @@ def main():
                 print(f"sweep           runs of train.py, {min(SWEEP_S, c.seconds):g} s of steps each")
                 c, table = sweep(c, world, lambda c, n: measure(c, n, folder, min(SWEEP_S, c.seconds), vocab_size))
             print(f"running         train.py on {world} device(s) for {c.seconds:g} s of steps", flush=True)
-            found = measure(c, world, folder, c.seconds, vocab_size)
+            found = measure(c, world, folder, c.seconds, vocab_size, c.profile)
         except Failed as failed:
             sys.exit(f"bench.py: train.py failed; its last lines:\n{failed}")
     rate = matrix_product_tflops("cuda" if cuda else "cpu", found["dtype"], min(3.0, c.seconds))

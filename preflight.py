@@ -33,7 +33,6 @@ from model import Shape, causality_leak, describe, newest_verified
 from process import Ranks, device_name, git, pick_device, pick_dtype, without_nan
 from report import duration, read_log
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 LARGE = 50_000_000  # parameters that a CPU is not asked to train
 PIECE = 1 << 20  # ids read at once
 ROW = "{:<12} {:<7} {:<36} "  # of the table; what was measured follows
@@ -240,13 +239,6 @@ def shortened(c, narrow, **changes):
                    warmup_steps=c.warmup_steps, keep_every=0, budget_gpu_hours=0.0, compile=False, **changes)
 
 
-def command(c, world, *program):
-    """A program behind torchrun, where there are several ranks, and before the settings `c` of train.py."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}",
-                "--no_python"] if world > 1 else []
-    return [*torchrun, sys.executable, *program, *to_argv(c, *(field.name for field in fields(train.Config)))]
-
-
 CHILD = """
 import os, signal, sys
 import train
@@ -262,8 +254,11 @@ train.main()
 
 def child(c, last, world=1):
     """The step lines of train.py with settings `c`, killed behind that of step `last`. Raises Refused if it fails."""
-    done = subprocess.run(command(c, world, "-c", CHILD, str(last)), capture_output=True, text=True, errors="replace",
-                          check=False, env=os.environ | dict(PYTHONPATH=HERE))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}",
+                "--no_python"] if world > 1 else []
+    words = [*torchrun, sys.executable, "-c", CHILD, str(last), *to_argv(c, *(f.name for f in fields(train.Config)))]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False,
+                          env=os.environ | dict(PYTHONPATH=bench.HERE))
     rows = [row for row in read_log(c.out_dir) if row["event"] == "step"]
     if not rows or rows[-1]["step"] != last:
         lines = (done.stdout + done.stderr).splitlines()
@@ -333,10 +328,8 @@ def timing(p):
         yield stop(p.save_s)
         return
     c, few = p.c, 4 * p.world * p.c.micro_batch_size * p.c.block_size  # four micro-batches stand for a long step
-    timed = replace(c, global_batch_tokens=min(few, c.global_batch_tokens), out_dir=f"{p.folder}/time")
-    timed = bench.fit(timed, p.world)
-    log = bench.run_train(command(timed, p.world, f"{HERE}/train.py"), timed.out_dir, c.seconds)
-    p.estimate = found = bench.figures(*log, p.corpus.vocab_size)
+    timed = replace(c, global_batch_tokens=min(few, c.global_batch_tokens))
+    p.estimate = found = bench.measure(timed, p.world, p.folder, c.seconds, p.corpus.vocab_size)
     found |= bench.estimate(c, found)
     hours, step_s = found["est_gpu_hours"], c.global_batch_tokens / found["tokens_per_s"]
     money = f", {found['est_cost']:,.2f} {c.currency}" if found["est_cost"] else ""
@@ -407,13 +400,13 @@ def main():
     shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
     device = torch.device("cpu") if parts == ["data"] else pick_device(c, 0)
     n_params, dtype = describe(shape, 1)[0], pick_dtype(c, device)
-    free = free_memory(device)
+    free = math.inf if parts == ["data"] else free_memory(device)
     too_large = 20 * n_params > free  # bytes: weights, gradients and moments take 16, and the checks keep a copy
     narrow = too_large or device.type == "cpu" and n_params > LARGE
     p = SimpleNamespace(
-        c=c, corpus=corpus, shape=shape, n_params=n_params, device=device, narrow=narrow, estimate=None,
-        free=free, too_large=too_large,
-        small=shortened(c, narrow, dtype=dtype), world=torch.cuda.device_count() if device.type == "cuda" else 1)
+        c=c, corpus=corpus, shape=shape, n_params=n_params, free=free, too_large=too_large, narrow=narrow,
+        small=shortened(c, narrow, dtype=dtype), estimate=None, device=device,
+        world=torch.cuda.device_count() if device.type == "cuda" else 1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))  # through what p.ending holds
     print(ROW.format("check", "result", "what skipping it costs") + "measured")
