@@ -432,15 +432,18 @@ def files_of(source):
 
 def records(source, path, start):
     """(raw, bytes) of the records of a file from number `start` on: {field: value} of a parquet row, a line, or all."""
-    import fsspec
-    import pyarrow.parquet
     if source["path"] == "python:topics":
         from pydoc_data.topics import topics
         yield from [(text.encode(), len(text)) for text in topics.values()][start:]
         return
-    files = fsspec.filesystem("hf" if source["hub"] else "file")
-    with within(LIST_S, lambda: files.open(path, block_size=FETCH_BYTES)) as file:
+    if source["hub"]:
+        import fsspec
+        file = within(LIST_S, lambda: fsspec.filesystem("hf").open(path, block_size=FETCH_BYTES))
+    else:
+        file = open(path, "rb")
+    with file:
         if ending(path) == "parquet":
+            import pyarrow.parquet
             rows = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)  # one page after the other
             column = source["text_field"].partition(".")[0]
             if column not in rows.schema_arrow.names:
@@ -453,8 +456,10 @@ def records(source, path, start):
                     yield from ((row, batch.nbytes // len(batch)) for row in batch.to_pylist()[start:])
                     start = max(0, start - len(batch))
             return
-        packed = {"gz": "gzip", "zst": "zstd"}.get(path.lower().rpartition(".")[2])
-        unpacked = io.BufferedReader(pyarrow.input_stream(file, packed), 1 << 18)
+        if packed := {"gz": "gzip", "zst": "zstd"}.get(path.lower().rpartition(".")[2]):
+            import pyarrow
+            file = pyarrow.input_stream(file, packed)
+        unpacked = io.BufferedReader(file, 1 << 18)
         lines = unpacked if ending(path) in LINES else [unpacked.read()]
         yield from ((raw, len(raw)) for raw in itertools.islice(lines, start, None))
 

@@ -88,12 +88,12 @@ def hub(tmp_path):
     server.commit, server.rule, server.asked = "a" * 40, None, []
     nested = [[dict(path="a.py", content=a), dict(path="b.py", content=b)]
               for a, b in zip(prose(60, 3), prose(60, 4), strict=True)]
-    lines = "".join(json.dumps(dict(body=text, meta=dict(n=i))) + "\n" for i, text in enumerate(prose(90, 5)))
+    lines = [json.dumps(dict(body=text, meta=dict(n=i))).encode() + b"\n" for i, text in enumerate(prose(90, 5))]
     server.repos = {
         "o/rows": {"README.md": CARD, "all/0.parquet": parquet("text", prose(9, 9)),
                    **{f"sample/{i}.parquet": parquet("text", prose(ROWS[i], 10 + i)) for i in range(3)}},
         "o/nested": {"data/train-0.parquet": parquet("files", nested)},
-        "o/lines": {"x.json.gz": gzip.compress(lines.encode())}}
+        "o/lines": {"x.json.gz": gzip.compress(b"".join(lines[:50])), "y.jsonl": b"".join(lines[50:])}}
     server.env = dict(HF_HUB_OFFLINE="0", HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
                       HF_HOME=f"{tmp_path}/cache", HF_TOKEN="")
     threading.Thread(target=server.serve_forever, daemon=True).start()
