@@ -7,7 +7,6 @@
 HF_ENDPOINT names a mirror of the Hub, HF_TOKEN opens private and gated data sets.
 Interrupted, the same command continues. Same recipe and inputs: same bytes, whatever the number of processes.
 """
-import array
 import base64
 import concurrent.futures
 import contextlib
@@ -212,20 +211,20 @@ def read_ranks(folder, sha256=None):
 
 
 def make_encoding(ranks, pattern=PATTERN):
-    import tiktoken
-    return tiktoken.Encoding("nanobase", pat_str=pattern, special_tokens={},
+    import tiktoken  # its encode_to_numpy looks for special tokens; where there is none it stops at every character
+    return tiktoken.Encoding("nanobase", pat_str=pattern, special_tokens={EOT: len(ranks)},
                              mergeable_ranks={piece: rank for rank, piece in enumerate(ranks)})
 
 
 def encode_long(encoding, text):
-    """Ids of ordinary text of any length, cut behind a line that ends in the last tenth of a piece, else anywhere."""
-    ids, start = [], 0
+    """uint32 ids of text of any length, cut behind a line that ends in the last tenth of a piece, else anywhere."""
+    pieces, start = [], 0
     while len(text) - start > PIECE_CHARS:
         stop = start + PIECE_CHARS
         stop = text.rfind("\n", stop - PIECE_CHARS // 10, stop) + 1 or stop
-        ids += encoding.encode_ordinary(text[start:stop])
+        pieces.append(text[start:stop])
         start = stop
-    return ids + encoding.encode_ordinary(text[start:])
+    return np.concatenate([encoding.encode_to_numpy(piece, disallowed_special=()) for piece in [*pieces, text[start:]]])
 
 
 class Tokenizer:
@@ -250,7 +249,7 @@ class Tokenizer:
 
     def encode(self, text):
         """[ids] of ordinary text; what looks like a special token is text as well."""
-        return encode_long(self.encoding, text)
+        return encode_long(self.encoding, text).tolist()
 
     def decode_bytes(self, ids):
         return b"".join(self.ranks[i] for i in ids if i < len(self.ranks))
@@ -592,16 +591,15 @@ def encoding_of(folder):
 
 def encode_batch(batch, source, skip_bad, folder, dtype):
     """(INDEX rows, ids, tally) of the documents of a batch, end-of-text behind each."""
-    encoding, tally, rows, ids = encoding_of(folder), Counter(), [], array.array("I")
+    encoding, tally, rows, ids = encoding_of(folder), Counter(), [], [np.zeros(0, dtype)]
     for where, data, digest, split in documents(batch, source, skip_bad, tally):
         try:
             own = encode_long(encoding, data.decode())
         except BaseException as error:  # a Rust panic is no Exception
             raise Refused(f"{where}: tiktoken cannot encode this document ({error})") from None
-        ids.fromlist(own)  # three times as fast as extend
-        ids.append(encoding.n_vocab)  # the encoding knows no special tokens: n_vocab is end-of-text
+        ids += own, [encoding.eot_token]
         rows.append((digest, split, len(own) + 1, len(data)))
-    return np.array(rows, INDEX), np.array(ids, dtype), tally
+    return np.array(rows, INDEX), np.concatenate(ids, dtype=dtype, casting="unsafe"), tally
 
 
 def start_worker():
