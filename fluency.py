@@ -115,9 +115,10 @@ def pair_signs(corpus, tokenizer, source, *groups):
 
 
 # Limits were set from these runs. demo: config/data_demo.py, then train.py config/train_demo.py --optimizer=muon
-# --learning_rate=4e-3 --save_interval=160, each checkpoint by sample.py --out_dir=out/demo/ckpt/step_N.pt; shuffled:
-# the same on ids in random order; zh: the same on 71 MB of zh, en and code, its zh figures. valid_utf8 and repeated
-# as they are, the others as ratio to the documents' own; where two figures stand, code and prose.
+# --learning_rate=4e-3 --max_steps=640 --save_interval=160, each checkpoint by sample.py --out_dir=out/demo/ckpt/
+# step_N.pt; shuffled: the same on ids in random order; zh: the same on 71 MB of zh, en and code, its zh figures; last,
+# runs/zh_en_code_13m (code, en, zh). valid_utf8 and repeated as they are, the others as ratio to the documents' own;
+# where two figures stand, code and prose.
 #                            valid_utf8       repeated    pairs        beyond_chance
 #   step 0                   0.995 0.994      0.03 0.03   0.30 0.23    0.16  0.19    fails
 #   demo, step 160           1     1          0.03 0.03   0.84 0.69    0.42  0.63    passes
@@ -126,9 +127,10 @@ def pair_signs(corpus, tokenizer, source, *groups):
 #   demo, temperature 0      1     1          0.83 0.94   1.07 1.28    0.68  0.45    fails
 #   shuffled, step 640       1     1          0.00 0.00   0.92 0.81    0.04 -0.04    fails, here with the real documents
 #   zh, step 640 (loss 7.08) 0.994            0.14        0.96         0.46          fails: its characters still break
+#   13m, step 2100           1  1  0.9998     0.22 0.14 0.32  0.96 0.99 1.01   0.94 0.82 0.82   passes
 #   zh shuffled, step 200    1                0.00        0.95         0.09          fails
 # The documents' own beyond_chance is 0.29 to 0.61, that of shuffled ones 0.10 at most. The continuations' perplexity is
-# 0.02 to 0.3 of the documents'; 2.4 where temperature 1 with top_k 0 led the demo model astray.
+# 0.02 to 0.42 of the documents'; 2.4 where temperature 1 with top_k 0 led the demo model astray.
 
 def failures(mine, theirs):
     """What keeps continuations with the signs `mine` from passing for the documents', whose signs are `theirs`."""

@@ -3,6 +3,8 @@
 data_dir = "data/demo"
 out_dir = "out/demo"
 compile = False  # on two cores compiling takes longer than it gives back in so short a run
-eval_interval = 160
+max_steps = 720
+eval_interval = 180
 eval_tokens = 16_384
+save_interval = 360
 log_interval = 20
