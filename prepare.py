@@ -685,10 +685,10 @@ def train_tokenizer(recipe, parts, skip_bad):
 
 
 def shards_of(parts, source):
-    """(index, ids, what is said about it) of the finished shards of a source, opened one at a time."""
+    """The finished shards of a source, {index, ids, about}, each field read when it is asked for."""
     for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.[0-9]*.npz")):
         with np.load(path) as shard:
-            yield shard["index"], shard["ids"], json.loads(str(shard["about"]))
+            yield shard
 
 
 def encode_source(source, parts, pool, skip_bad, dtype):
@@ -696,8 +696,9 @@ def encode_source(source, parts, pool, skip_bad, dtype):
     was dropped, and the state of the source behind it; the last one says `end`."""
     share, about = source["share_tokens"], dict(state=None, end=False, read=0, tokens=0)
     digests = [np.array([b""], "S16")]  # stands before every other, so that there is one to compare with
-    for index, _, about in shards_of(parts, source):  # noqa: B007
-        digests.append(index["digest"])
+    for shard in shards_of(parts, source):
+        about = json.loads(str(shard["about"]))
+        digests.append(shard["index"]["digest"])
     seen, number, started, before = np.sort(np.concatenate(digests)), len(digests) - 1, time.time(), about["read"]
     state, end, read, tokens = (about[key] for key in ("state", "end", "read", "tokens"))
     work = batches(source, [] if end else files_of(source), state)
@@ -754,14 +755,15 @@ def join(recipe, parts, dtype, skip_bad):
     split is empty or over a tenth of a source is not UTF-8."""
     held, splits, dropped, cleaned = {}, {split: {} for split in SPLITS}, {}, {}
     for source in recipe["sources"]:
-        held[source["name"]] = np.concatenate([index["digest"][index["split"] > 0]
-                                               for index, *_ in shards_of(parts, source)])
+        indices = (shard["index"] for shard in shards_of(parts, source))
+        held[source["name"]] = np.concatenate([index["digest"][index["split"] > 0] for index in indices])
     bins = [open(f"{parts}/{split}.bin", "wb") for split in SPLITS]
     for source in recipe["sources"]:
         name, tally = source["name"], Counter()
         elsewhere = np.concatenate([np.zeros(0, "S16"), *[held[other] for other in held if other != name]])
         rows = [dict(offset=file.tell() // np.dtype(dtype).itemsize, tokens=0, documents=0, bytes=0) for file in bins]
-        for index, ids, about in shards_of(parts, source):
+        for shard in shards_of(parts, source):
+            index, ids, about = shard["index"], shard["ids"], json.loads(str(shard["about"]))
             lost = (index["split"] == 0) & np.isin(index["digest"], elsewhere)
             tally.update(about["tally"], **{"dropped held_out_elsewhere": int(lost.sum())})
             for number, row in enumerate(rows):
