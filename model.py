@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+SHORT = 1024  # up to this context attention on a CPU goes block by block
 IGNORE = -100  # a target of this value is no target: it adds nothing to the loss and is not counted
 
 
@@ -85,7 +86,7 @@ def rotate(x, cos, sin):
 def attend(q, k, v, mask):
     """Attention of q (B, n_head, T, head_dim) to k, v (B, n_kv_head, seen, head_dim), causal unless `mask` or T = 1."""
     (B, n_head, T, head_dim), n_kv_head = q.shape, k.shape[1]
-    if mask is None and 1 < T <= 1024 and q.device.type == "cpu":
+    if mask is None and 1 < T <= SHORT and q.device.type == "cpu":
         return attend_in_blocks(q, k, v)
     if T == 1:  # the heads of a group stand as the queries of their KV head: nothing is expanded
         q = q.reshape(B, n_kv_head, -1, head_dim)

@@ -29,7 +29,7 @@ import torch
 import bench
 import prepare
 import train
-from model import Shape, causality_leak, describe, newest_verified
+from model import SHORT, Shape, causality_leak, describe, newest_verified
 from process import Ranks, device_name, git, pick_device, pick_dtype, without_nan
 from report import duration, read_log
 
@@ -53,6 +53,8 @@ def estimated_memory(c, s, n_params):
     What is kept was counted by saved_tensors_hooks, eagerly on a CPU; compiled layers keep less."""
     size = 4 if c.dtype == "float32" else 2
     layer = 32 * s.n_embd + size * (2 * s.n_embd // s.n_head * s.n_kv_head + 4 * s.ffn_hidden)
+    if c.device == "cpu" and s.block_size <= SHORT:  # attend_in_blocks keeps five eighths of T x T weights a head
+        layer += size * s.n_embd + (4 if size == 4 else 6) * s.n_head * s.block_size * 5 // 8
     kept = 4 * s.n_embd * s.n_layer + layer if c.activation_checkpointing else layer * s.n_layer
     return ((16 if size == 4 else 18) * n_params +
             c.micro_batch_size * s.block_size * (kept + 12 * s.n_embd + 10 * s.vocab_size / c.loss_chunks))
@@ -405,7 +407,7 @@ def main():
     narrow = too_large or device.type == "cpu" and n_params > LARGE
     p = SimpleNamespace(
         c=c, corpus=corpus, shape=shape, n_params=n_params, free=free, too_large=too_large, narrow=narrow,
-        small=shortened(c, narrow, dtype=dtype), estimate=None, device=device,
+        small=shortened(c, narrow, dtype=dtype, device=device.type), estimate=None, device=device,
         world=torch.cuda.device_count() if device.type == "cuda" else 1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))  # through what p.ending holds

@@ -157,7 +157,7 @@ def test_an_out_dir_in_use_or_below_a_file_fails(data_dir, tmp_path, capsys):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_estimated_memory_is_what_backward_really_keeps(dtype, checkpointing):
     shape = Shape(1000, 5, 4, 2, 256, 700, 96)
-    c = train.Config(micro_batch_size=2, activation_checkpointing=checkpointing, dtype=dtype)
+    c = train.Config(micro_batch_size=2, activation_checkpointing=checkpointing, dtype=dtype, device="cpu")
     net, kept = Transformer(shape, checkpointing), {}
     own = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
