@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 import unicodedata
-import urllib.request
 import zlib
 from collections import Counter, deque
 
@@ -326,6 +325,8 @@ def hub_problem():
     """Why the Hub cannot be used, or ""."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
+    import urllib.request
+
     from huggingface_hub.constants import ENDPOINT
     url = f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}"
     try:

@@ -779,7 +779,7 @@ def test_without_the_hub_a_notice_and_the_embedded_corpus_and_with_it_back_a_ref
 def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(prepare, "PROBE_S", 0.3)
-    monkeypatch.setattr(prepare.urllib.request, "urlopen", lambda *_, **__: (time.sleep(30), io.BytesIO())[1])
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: (time.sleep(30), io.BytesIO())[1])
     started = time.time()
     assert "no answer within 0.3 s" in prepare.hub_problem.__wrapped__() and time.time() - started < 5
 
