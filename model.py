@@ -108,8 +108,8 @@ def attend_in_blocks(q, k, v):
     for first in range(0, T, quarter):
         rows, seen = q[:, :, :, first:first + quarter], min(T, first + quarter)
         scores = rows.flatten(2, 3) @ k[:, :, :seen].transpose(2, 3)  # (B, n_kv_head, group * rows, seen)
-        future = torch.ones(seen - first, seen, dtype=torch.bool).triu(first + 1)
-        weights = scores.float().unflatten(2, (-1, seen - first)).masked_fill(future, -math.inf).softmax(dim=-1)
+        future = torch.full((seen - first, seen), -math.inf).triu(first + 1)  # added: masked_fill takes twice the time
+        weights = (scores.float().unflatten(2, (-1, seen - first)) + future).softmax(dim=-1)
         y.append((weights.to(v.dtype).flatten(2, 3) @ v[:, :, :seen]).unflatten(2, (-1, seen - first)))
     return torch.cat(y, dim=3).flatten(1, 2)
 
