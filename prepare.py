@@ -683,6 +683,7 @@ def train_tokenizer(recipe, parts, skip_bad):
     trainer.train_from_iterator(iter(sample), recipe["vocab_size"] - 1, pattern=PATTERN)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     if len(ranks) + 1 < recipe["vocab_size"] and not recipe["fallback"]:
+        shutil.rmtree(parts, ignore_errors=True)  # the corrected command must find the folder free
         raise Refused(f"these documents give {len(ranks) + 1} ids at most, {recipe['vocab_size']} were asked for: "
                       f"--vocab_size={len(ranks) + 1} or less, or more documents")
     lines = [base64.b64encode(bytes(piece)) + b" %d\n" % rank for piece, rank in ranks]

@@ -446,8 +446,8 @@ def test_a_vocabulary_the_corpus_cannot_give_is_refused_and_the_number_named_wor
     sources = [dict(name="a", path=f"{tmp_path}/x.jsonl")]
     out = run(recipe(tmp_path, sources=sources, vocab_size=30_000), code=2)
     most = int(out.split("--vocab_size=")[1].split()[0])
-    run(recipe(tmp_path, sources=sources, vocab_size=most, data_dir=f"{tmp_path}/most"))
-    assert meta_of(f"{tmp_path}/most")["vocab_size"] == most and len(ranks_of(f"{tmp_path}/most")) == most - 1
+    run(recipe(tmp_path, sources=sources, vocab_size=most))  # in the same folder, as a person would
+    assert meta_of(f"{tmp_path}/data")["vocab_size"] == most and len(ranks_of(f"{tmp_path}/data")) == most - 1
 
 
 def test_the_tokenizer_is_trained_on_train_documents_only(tmp_path):
