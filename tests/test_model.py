@@ -201,6 +201,22 @@ def test_parameters_counted_from_the_structure_are_those_of_the_model(change):
     assert parameters_of(shape) == count_parameters(Transformer(shape))
 
 
+@pytest.mark.parametrize("short", [0, model.SHORT])  # the flash kernel, and in blocks of queries
+@pytest.mark.parametrize("T", [2, 3, 5, 8, 13, 64])
+def test_causal_attention_is_the_softmax_over_what_each_query_may_see(T, short, monkeypatch):
+    monkeypatch.setattr(model, "SHORT", short)
+    B, n_head, n_kv_head, head_dim = 2, 6, 2, 8
+    q = torch.randn(B, n_head, T, head_dim, generator=torch.Generator().manual_seed(T))
+    k, v = torch.randn(2, B, n_kv_head, T, head_dim, generator=torch.Generator().manual_seed(1))
+    for b in range(B):
+        for h in range(n_head):
+            keys, values = (x[b, h * n_kv_head // n_head].double() for x in (k, v))
+            for t in range(T):
+                scores = keys[:t + 1] @ q[b, h, t].double() / math.sqrt(head_dim)
+                expected = torch.softmax(scores, 0) @ values[:t + 1]
+                assert torch.allclose(model.attend(q, k, v, None)[b, h, t].double(), expected, atol=1e-6)
+
+
 def test_a_model_that_sees_later_tokens_is_noticed(monkeypatch):
     changed = make()
     assert causality_leak(changed) == 0

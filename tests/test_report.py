@@ -219,7 +219,7 @@ def test_the_report_of_a_real_run_from_its_folder_alone(data_dir, tmp_path):
     assert row_of(text, "val loss") == [f"{final['val_loss']:.4f}"]
     assert row_of(text, "code bits per byte") == [f"{final['sources']['code']['val_bpb']:.4f}"]
     assert row_of(text, "steps") == ["8 of 8"] and row_of(text, "state") == ["finished, exit code 0"]
-    assert "does it run?" in text
+    assert "does it run?\n" in text  # no full stop behind it
     assert all(f"({kind})" in text for kind in SYMPTOMS)
 
 

@@ -4,7 +4,10 @@ import hashlib
 import json
 import math
 import os
+import platform
 import signal
+import subprocess
+import sys
 import time
 import zlib
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    ROOT,
     TINY,
     checkpoint,
     column,
@@ -535,6 +539,24 @@ def test_dropout_and_micro_batch_may_change_on_a_resume_and_are_said(data_dir, s
     assert column(tmp_path, "batch_crc") == column(straight, "batch_crc")
     assert column(tmp_path, "loss")[4:] != column(straight, "loss")[4:]
     assert np.allclose(column(tmp_path, "loss")[4:], column(straight, "loss")[4:], rtol=0.05)
+
+
+FAULTS = """
+import resource, torch, process
+if {keep}:
+    process.keep_freed_memory()
+for _ in range(3):  # 64 MB each time, the last time counted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again():
+    gone, kept = (int(subprocess.check_output([sys.executable, "-c", FAULTS.format(keep=keep)], text=True, cwd=ROOT))
+                  for keep in (False, True))
+    assert kept < 100 < gone
 
 
 def test_two_gigabytes_of_windows_are_read_in_flat_memory(tmp_path):

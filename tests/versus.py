@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import bench  # noqa: E402
 import train  # noqa: E402
-from config import load, to_argv  # noqa: E402
+from config import load  # noqa: E402
 from model import Shape, flops_per_token, parameters_of  # noqa: E402
 
 VOCAB = 32_000
@@ -96,13 +96,6 @@ def other(c):
                           n_params=sum(p.numel() for p in model.parameters()), peak_memory_bytes=memory)))
 
 
-def ours(c, data_dir):
-    """The same of train.py itself, as bench.py measures it."""
-    c = train.Config(**{field.name: getattr(c, field.name) for field in fields(train.Config)})
-    c = replace(bench.fit(c, 1), data_dir=data_dir, out_dir=tempfile.mkdtemp(dir=data_dir))
-    return [sys.executable, f"{bench.HERE}/train.py", *to_argv(c, *(f.name for f in fields(c)))], c.out_dir
-
-
 def main():
     argv = sys.argv[1:]
     if not any(word.endswith(".py") for word in argv):
@@ -119,8 +112,7 @@ def main():
             rates.append(bench.matrix_product_tflops(device, "bfloat16", 3.0))
             for side, measured in found.items():
                 if side == "ours":
-                    command, out_dir = ours(c, data_dir)
-                    one = bench.figures(*bench.run_train(command, out_dir, c.seconds), VOCAB)
+                    one = bench.measure(replace(c, data_dir=data_dir), 1, data_dir, c.seconds, VOCAB)
                 else:
                     command = [sys.executable, os.path.abspath(__file__), *argv, f"--side={side}"]
                     one = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
