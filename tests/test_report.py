@@ -280,9 +280,13 @@ def test_lost_work_is_counted_in_device_hours(tmp_path):
     assert row_of(text, "reruns: lost work, restarts")[0] == f"{(302 - 202.5 + 9) / 3600:.4g}"
     assert row_of(text, "budget") == ["1", f"{total:.1%} used"]
     assert row_of(text, "tokens/s") == ["400", "384"] and "tokens/s 384, -4.0% against the estimate" in text
+    assert "duration 6m52s, " not in text  # 300 of 1,000 steps: nothing to compare yet
     spent = report.where_time_went(report.read_run(path))
     assert spent["work done again"] == pytest.approx(99.5) and spent["saving"] == 0.5
     assert sum(spent.values()) == pytest.approx(412)
+    with open(f"{path}/run.json", "w") as f:
+        json.dump(a_run(max_steps=300), f)
+    assert "duration 6m52s, +14.4% against the estimate" in report_of(path)[0]
 
 
 def test_several_runs_side_by_side_with_their_spread(tmp_path):
