@@ -14,7 +14,7 @@ SYMPTOMS = dict(
           "`lr` and `grad_norm` in log.jsonl; `python preflight.py` compares weights before and after an update"),
     diverging=("the loss rises, or starts far over ln V",
                "the rate is too high; no clipping; the loss is not divided by the accumulation",
-               "loss at step 1 against ln V; then a third of the rate, with --grad_clip=1"),
+               "loss at step 1 against ln V; then a third of --learning_rate, with --grad_clip=1"),
     too_fast=("the loss starts far under ln V, or falls faster than language allows",
               "the causal mask is off; targets leak into the inputs; the same few documents over and over",
               "`python preflight.py` (causality, inputs and targets side by side); duplicates in the corpus"),

@@ -175,7 +175,7 @@ def table(source, result):
     lines = [f"==== {source:<37}{'continuations':>15}{'documents':>15}"]
     for key, words, form in (
             ("valid_utf8", "characters of valid UTF-8", ".2%"), ("ended", "ended by end-of-text", ".0%"),
-            ("repeated", "runs of four words that came before", ".1%"), ("perplexity", "perplexity", ".2f"),
+            ("repeated", "runs of four words that came before", ".1%"), ("perplexity", "perplexity", ".5g"),
             ("pairs", "neighbours that train text has too", ".1%"),
             ("beyond_chance", "more than in random order", ".1%")):
         columns = (result[column].get(key) for column in ("continuations", "documents"))

@@ -91,8 +91,8 @@ def place(p):
     fits = False if p.too_large else need < 0.95 * p.free or None
     advice = "" if fits else ": a smaller model" if p.too_large else (
         ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True")
-    yield fits, (f"{p.world} x {device_name(p.device)}; about {need / 2**30:.2f} of {p.free / 2**30:.1f} GiB needed on "
-                 f"each{advice}")
+    yield fits, (f"{p.world} x {device_name(p.device)}; each needs about {need / 2**30:.2f} GiB, "
+                 f"{p.free / 2**30:.1f} are free{advice}")
 
 
 def scan(corpus, split, weight):

@@ -638,9 +638,10 @@ def in_order(pool, function, work, *arguments):
 
 def progress(name, total, unit, done=0):
     from tqdm import tqdm
-    return tqdm(desc=name, total=total, initial=done, unit=unit, unit_scale=True, leave="sample" not in name,
-                bar_format="{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt}{unit}, {remaining} left{postfix}",
-                mininterval=0.2 if sys.stderr.isatty() else 30)
+    watched = sys.stderr.isatty()  # in a file every line stays, so few of them are written
+    return tqdm(desc=name, total=total, initial=done, unit=unit, unit_scale=True,
+                leave="sample" not in name or not watched, mininterval=0.2 if watched else 30,
+                bar_format="{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt}{unit}, {remaining} left{postfix}")
 
 
 def sample_of(source, seed, room, skip_bad):

@@ -272,7 +272,7 @@ def print_scores(c, rows, step):
     for row in rows:
         print(json.dumps(dict(row, step=step, dtype=c.dtype), ensure_ascii=False) if c.json else
               f"{c.score or c.split + ' ' + row['source']}: {row['tokens']:,} tokens, {row['bytes']:,} bytes: loss "
-              f"{row['loss']:.4f}, perplexity {row['perplexity']:.2f}, bits per byte {row['bits_per_byte']:.4f}")
+              f"{row['loss']:.4f}, perplexity {row['perplexity']:.5g}, bits per byte {row['bits_per_byte']:.4f}")
     if c.split == "test" and not c.json:
         print(f"test was scored {rows[0]['test_scorings']} time(s) so far; it is spent by every choice it decides")
 

@@ -649,6 +649,8 @@ def begin(c, ranks, stop, log):
             f"{batches.accumulation}")
     for holds, warning in (
             (c.save_interval == 0, "save_interval=0: no checkpoint will be written, not at the end either"),
+            (c.optimizer == "muon" and pick_dtype(replace(c, dtype="auto"), device) == "float32",
+             "muon computes in bfloat16, which this device only emulates: expect slow steps"),
             (batches.epochs > 4, "the data is read more than 4 times: expect overfitting"),
             (c.warmup_steps >= c.max_steps, f"warmup_steps={c.warmup_steps}, the whole run: the rate never falls")):
         if holds:
@@ -659,7 +661,8 @@ def begin(c, ranks, stop, log):
     initial_loss, first_pass_s = first_pass(run, x[0], y[0]), time.time() - began
     kind = "resume" if path else "scratch" if c.init_from in ("auto", "scratch") else "weights"
     expected = "" if kind != "scratch" else f", expected near {math.log(run.shape.vocab_size) + 1 / 8:.4f}"
-    log.say(f"first pass     {first_pass_s:.1f} s, compile included; loss {initial_loss:.4f}{expected}")
+    included = ", compile included" if compiled == "compiled" else ""
+    log.say(f"first pass     {first_pass_s:.1f} s{included}; loss {initial_loss:.4f}{expected}")
     log.record(initial_loss=log.run.get("initial_loss") or initial_loss)
     train_bytes = sum(source["bytes"] for source in corpus.sources("train").values())
     log.event("run_start", run.state["step"], start=kind, world=ranks.world, vocab_size=run.shape.vocab_size,

@@ -32,7 +32,8 @@ def test_a_value_arrives_with_the_type_of_its_field(word, key, value):
 
 @pytest.mark.parametrize("word, parts", [
     ("--learing_rate=1e-4", ["learing_rate", "learning_rate"]), ("--max_steps=ten", ["max_steps", "int", "'ten'"]),
-    ("--max_steps", ["--max_steps", "value"]), ("--max_steps=1.5", ["max_steps", "int", "1.5"]),
+    ("--lr=1", ["'lr'", "learning_rate"]), ("--max_steps", ["--max_steps", "value"]),
+    ("--max_steps=1.5", ["max_steps", "int", "1.5"]),
     ("--learning_rate=nan", ["learning_rate", "float", "nan"]), ("--learning_rate=", ["learning_rate", "float"]),
     ("--max_steps=1e999", ["max_steps", "int"]), ("--compile=yes", ["compile", "bool", "yes"]),
     ("nowhere.py", ["nowhere.py", "does not exist"]), ("--max_steps=True", ["max_steps", "int"]),

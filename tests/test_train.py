@@ -581,9 +581,11 @@ def test_two_gigabytes_of_windows_are_read_in_flat_memory(tmp_path):
 
 # ---- Muon and fp16
 
-def test_muon_updates_the_matrices_as_torch_does_and_adamw_the_rest(data_dir, tmp_path):
+def test_muon_updates_the_matrices_as_torch_does_and_adamw_the_rest(data_dir, tmp_path, capsys):
     words = ["--optimizer=muon", "--max_steps=1", "--warmup_steps=0", "--grad_clip=0"]
     assert train_here(data_dir, tmp_path, *words) == 0
+    slow = script.pick_dtype(settings("--dtype=auto"), torch.device("cpu")) == "float32"
+    assert ("muon computes in bfloat16, which this device only emulates" in capsys.readouterr().out) == slow
     c, corpus = settings(*words), prepare.Corpus(data_dir)
     torch.manual_seed(c.seed)
     model = Transformer(Shape.of(c, corpus.vocab_size, corpus.eot_id))
