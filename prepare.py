@@ -98,9 +98,10 @@ def fsync_folder(path):
 
 
 def write_atomically(path, data):
-    """`data` (bytes) under a temporary name, fsynced, renamed, the folder fsynced: never half a file."""
+    """`data`, bytes or a list of buffers, under a temporary name, fsynced, renamed, the folder fsynced: never half a
+    file."""
     with open(path + ".tmp", "wb") as file:
-        file.write(data)
+        file.writelines(data if isinstance(data, list) else [data])
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + ".tmp", path)
@@ -509,7 +510,7 @@ def field_of(value, names):
 
 
 def text_of(where, raw, field):
-    """(UTF-8 bytes, share of characters that were none) of a record. Raises Refused when it is malformed."""
+    """(text, its UTF-8 bytes, share of characters that were none) of a record. Raises Refused when it is malformed."""
     bad = 0
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")
@@ -517,19 +518,19 @@ def text_of(where, raw, field):
             bad = text.count("\ufffd") - raw.count("\ufffd".encode())
         if ending(where.rpartition(":")[0]) not in LINES:
             bad = len(text) if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else bad  # a UTF-16 mark: all is lost
-            return text.encode(), bad / max(1, len(text))
+            return text, text.encode() if bad else raw, bad / max(1, len(text))
         if not raw.strip(b"\xef\xbb\xbf \t\r\n"):
-            return b"", 0.0
+            return "", b"", 0.0
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             raise Refused(f"{where}: not one JSON object ({error})") from None
     try:
         text = field_of(raw, field.split("."))
-        return text.encode(), bad / max(1, len(text))
+        return text, text.encode(), bad / max(1, len(text))
     except UnicodeEncodeError:  # "\ud83d" in JSON
         text, lone = SURROGATE.subn("\ufffd", text)
-        return text.encode(), (bad + lone) / len(text)
+        return text, text.encode(), (bad + lone) / len(text)
     except (AttributeError, TypeError, LookupError):
         raise Refused(f"{where}: the field '{field}' is missing or holds no text") from None
 
@@ -538,25 +539,27 @@ def shorter(run):
     return b"\n\n" if run[0].count(b"\n") > 1 else b"\n" if b"\n" in run[0] else run[0][:64]
 
 
-def clean(data, kind, tally):
-    """(UTF-8 bytes, text) as it is encoded. `tally` counts the documents that a rule changed.
+def clean(text, given, kind, tally):
+    """(text, its UTF-8 bytes) as it is encoded, from the same as they were `given`. `tally` counts the documents that
+    a rule changed.
 
     Layout and composition are touched in prose only. Rules on bytes are some ten times faster than by regex.
     """
     def apply(rule, new):
         tally[f"cleaned {rule}"] += new != data
         return new
+    data = given
     data = apply("bom", data.removeprefix(b"\xef\xbb\xbf"))
     data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\r" in data else data)
     flat = data.translate(BLANK, CONTROLS)
     data = apply("control", data if len(flat) == len(data) else data.translate(None, CONTROLS))
     if kind == "prose" and b" " * 65 in flat:  # found ten times as fast as by the expression
         data = apply("white_space", LONG_SPACE.sub(shorter, data))
-    text = data.decode()
+    text = text if data == given else data.decode()
     if kind == "prose" and not unicodedata.is_normalized("NFC", text):
         text = unicodedata.normalize("NFC", text)
         data = apply("nfc", text.encode())
-    return data, text
+    return text, data
 
 
 def documents(batch, source, skip_bad, tally):
@@ -566,7 +569,7 @@ def documents(batch, source, skip_bad, tally):
     """
     for where, kind, raw in batch:
         try:
-            data, bad = text_of(where, raw, source["text_field"])
+            text, data, bad = text_of(where, raw, source["text_field"])
         except Refused:
             if not skip_bad:
                 raise
@@ -578,7 +581,7 @@ def documents(batch, source, skip_bad, tally):
                 tally[f"not_utf8 {where}"] += 1
             continue
         tally["cleaned not_utf8"] += bad > 0
-        data, text = clean(data, kind, tally)
+        text, data = clean(text, data, kind, tally)
         words = data.translate(None, b" \t\n")
         if len(words) < MIN_BYTES:
             tally["dropped too_short" if words else "dropped empty"] += 1
@@ -692,20 +695,27 @@ def train_tokenizer(recipe, parts, skip_bad):
 
 
 def shards_of(parts, source):
-    """The finished shards of a source, {index, ids, about}, each field read when it is asked for."""
-    for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.[0-9]*.npz")):
-        with np.load(path) as shard:
-            yield shard
+    """(about, INDEX rows, file) of the finished shards of a source; the file stands where the ids begin."""
+    for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.[0-9]*.shard")):
+        with open(path, "rb") as file:
+            about = json.loads(file.readline())
+            yield about, np.fromfile(file, INDEX, about["documents"]), file
+
+
+def ids_of(keep, index, ids):
+    """[ids] of the documents that the mask `keep` names, neighbours as one view: a mask over ids would look at each."""
+    ends, edges = np.cumsum(index["tokens"], dtype=np.int64), np.flatnonzero(np.diff(keep, prepend=False, append=False))
+    bounds = np.concatenate([[0], ends])[edges].tolist()
+    return [ids[start:stop] for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
 
 
 def encode_source(source, parts, pool, skip_bad, dtype):
-    """Write the shards of a source that are not there yet. A shard is one file: the documents' index, their ids, what
-    was dropped, and the state of the source behind it; the last one says `end`."""
+    """Write the shards of a source that are not there yet. A shard is one file: a line of JSON, what was dropped and
+    the state of the source behind it, then the documents' INDEX rows and their ids; the last one says `end`."""
     share, about = source["share_tokens"], dict(state=None, end=False, read=0, tokens=0)
     digests = [np.array([b""], "S16")]  # stands before every other, so that there is one to compare with
-    for shard in shards_of(parts, source):
-        about = json.loads(str(shard["about"]))
-        digests.append(shard["index"]["digest"])
+    for about, index, _ in shards_of(parts, source):  # noqa: B007
+        digests.append(index["digest"])
     seen, number, started, before = np.sort(np.concatenate(digests)), len(digests) - 1, time.time(), about["read"]
     state, end, read, tokens = (about[key] for key in ("state", "end", "read", "tokens"))
     work = batches(source, [] if end else files_of(source), state)
@@ -735,10 +745,9 @@ def encode_source(source, parts, pool, skip_bad, dtype):
             new = np.sort(index["digest"][keep])
             seen = np.insert(seen, np.searchsorted(seen, new), new)
             tokens += int(index["tokens"][keep & (index["split"] == 0)].sum())
-            about, shard = dict(state=state, end=end, read=read, tokens=tokens, tally=tally), io.BytesIO()
-            np.savez(shard, index=index[keep], ids=np.concatenate(ids)[np.repeat(keep, index["tokens"])],
-                     about=json.dumps(about))
-            write_atomically(f"{parts}/{source['name']}.{number:06d}.npz", shard.getbuffer())
+            about = dict(state=state, end=end, read=read, tokens=tokens, tally=tally, documents=int(keep.sum()))
+            write_atomically(f"{parts}/{source['name']}.{number:06d}.shard", [
+                json.dumps(about).encode() + b"\n", index[keep].tobytes(), *ids_of(keep, index, np.concatenate(ids))])
             number += 1
         bar.total = bar.n  # known only now: sizes were packed, or a share is cut at a document
     if tokens < share:
@@ -762,20 +771,20 @@ def join(recipe, parts, dtype, skip_bad):
     split is empty or over a tenth of a source is not UTF-8."""
     held, splits, dropped, cleaned = {}, {split: {} for split in SPLITS}, {}, {}
     for source in recipe["sources"]:
-        indices = (shard["index"] for shard in shards_of(parts, source))
+        indices = (index for _, index, _ in shards_of(parts, source))
         held[source["name"]] = np.concatenate([index["digest"][index["split"] > 0] for index in indices])
     bins = [open(f"{parts}/{split}.bin", "wb") for split in SPLITS]
     for source in recipe["sources"]:
         name, tally = source["name"], Counter()
         elsewhere = np.concatenate([np.zeros(0, "S16"), *[held[other] for other in held if other != name]])
         rows = [dict(offset=file.tell() // np.dtype(dtype).itemsize, tokens=0, documents=0, bytes=0) for file in bins]
-        for shard in shards_of(parts, source):
-            index, ids, about = shard["index"], shard["ids"], json.loads(str(shard["about"]))
+        for about, index, file in shards_of(parts, source):
+            ids = np.fromfile(file, dtype)
             lost = (index["split"] == 0) & np.isin(index["digest"], elsewhere)
             tally.update(about["tally"], **{"dropped held_out_elsewhere": int(lost.sum())})
             for number, row in enumerate(rows):
                 keep = (index["split"] == number) & ~lost
-                bins[number].write(ids[np.repeat(keep, index["tokens"])])
+                bins[number].writelines(ids_of(keep, index, ids))
                 row["documents"] += int(keep.sum())
                 for key in ("tokens", "bytes"):
                     row[key] += int(index[key][keep].sum())

@@ -601,12 +601,12 @@ def test_killed_in_any_phase_it_continues_with_the_same_bytes_and_keeps_finished
     whole, broken = (recipe(tmp_path, sources=sources, data_dir=f"{tmp_path}/{name}") for name in ("whole", "broken"))
     run(whole, patch=SMALL)
     slow = SMALL + "write = prepare.write_atomically\nimport time\n" \
-        "prepare.write_atomically = lambda *a: (write(*a), time.sleep(0.1 * a[0].endswith('npz')))"
+        "prepare.write_atomically = lambda *a: (write(*a), time.sleep(0.1 * a[0].endswith('shard')))"
     parts = f"{tmp_path}/broken/parts"
     run(broken, code=9, patch="write = prepare.write_atomically\nprepare.write_atomically = lambda path, data: "
         "os._exit(9) if 'tiktoken' in path else write(path, data)")  # killed with the tokenizer trained and not written
     process = start(broken, patch=slow)
-    wanted = f"{parts}/y.000003.npz"
+    wanted = f"{parts}/y.000003.shard"
     while not os.path.exists(wanted):
         assert process.poll() is None
         time.sleep(0.02)
@@ -629,7 +629,7 @@ def test_a_dead_worker_ends_the_run_and_no_process_stays_behind(tmp_path):
     write_jsonl(f"{tmp_path}/x.jsonl", prose(1000, 14))
     config = recipe(tmp_path, sources=[dict(name="a", path=f"{tmp_path}/x.jsonl")])
     process, workers = start(config, patch=SMALL + "import time; write = prepare.write_atomically\n"
-                             "prepare.write_atomically = lambda *a: (time.sleep('npz' in a[0]), write(*a))"), []
+                             "prepare.write_atomically = lambda *a: (time.sleep('shard' in a[0]), write(*a))"), []
     while not workers:
         assert process.poll() is None
         time.sleep(0.05)
