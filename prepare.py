@@ -16,25 +16,22 @@ import functools
 import glob
 import hashlib
 import heapq
-import io
-import itertools
 import json
 import logging
 import math
-import multiprocessing.pool
+import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
 import threading
 import time
-import unicodedata
 import zlib
 from collections import Counter, deque
 
 import numpy as np
 
+import documents
 from config import Refused, load
 
 
@@ -54,38 +51,14 @@ class Config:
 SPLITS = ("train", "val", "test")
 BLOCK_BYTES = 64 << 20  # meta.json holds a sha256 for each of these
 SHARD_BYTES = 32 << 20  # raw text that a restart may have to repeat
-BATCH_BYTES = 1 << 20  # raw text that a worker gets at once
-FETCH_BYTES = 16 << 20  # asked of the Hub at once
 SAMPLE_BYTES = 32 << 20  # a source's part in the tokenizer sample, 3 times that for all of them; training takes 3 times
 # that memory, Chinese 30 times. Measured on held-out text: 8 to 28 MB of English gain 1.4% bytes a token
 PIECE_CHARS = 200_000  # encoded at once; tiktoken's regex engine overflows its stack on 1M white-space characters
-MIN_BYTES = 10  # documents of less, white space not counted, are dropped
-HUB_TOKENS = 10_010_000_000  # 9,536 steps of 1,048,576 tokens, and a reserve for what is dropped at the join
-PROBE_S = 5  # the Hub has this long to answer
-LIST_S = 60  # and this long to name the files of a data set, or to open one
 EOT = "<|endoftext|>"
 # The public cl100k split pattern: words, numbers of up to three digits, runs of marks, white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
            r"|\s*[\r\n]|\s+(?!\S)|\s+")
-# kind: prose or code; None: by each file's ending. text_field may lead into a row: "files.content" is the content of
-# every file in a list of files. revision: a commit, tag or branch; None: today's, which the recipe keeps.
-RECORD = dict(name="", path="", config=None, split="train", text_field="text", data_dir=None, data_files=None,
-              revision=None, weight=1.0, kind=None)
-NAMED = dict(
-    auto=[dict(name="en", path="HuggingFaceFW/fineweb-edu", config="sample-10BT", weight=0.50),
-          dict(name="zh", path="opencsg/chinese-fineweb-edu-v2", weight=0.35),
-          dict(name="code", path="common-pile/stackv2_edu_filtered", weight=0.15, kind="code")],
-    embedded=[dict(name="code", path="python:library"), dict(name="prose", path="python:topics", kind="prose")])
-NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
-CODE = set("py pyi js jsx ts tsx java kt scala c h cc cpp hpp cu cs go rs rb php swift lua pl r jl sh bash sql html css"
-           " xml yaml yml toml tex".split())
-LINES = {"jsonl", "json", "ndjson"}  # one object a line
-READABLE = CODE | {"txt", "md", "rst", "jsonl", "parquet"}
 INDEX = np.dtype([("digest", "S16"), ("split", "u1"), ("tokens", "<u4"), ("bytes", "<u4")])  # a document of a shard
-CONTROLS = bytes(set(range(32)) - set(b"\t\n"))
-SURROGATE = re.compile("[\ud800-\udfff]")
-BLANK = bytes.maketrans(b"\t\n", b"  ")
-LONG_SPACE = re.compile(rb"[ \t\n]{65,}")
 log = logging.getLogger("prepare")
 
 # ---- data/ as the other stages read it -----------------------------------------------------------
@@ -257,339 +230,7 @@ class Tokenizer:
     def decode(self, ids):
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-# ---- which documents: the recipe -----------------------------------------------------------------
-
-
-def ending(path):
-    return re.sub(r"\.(gz|zst)$", "", path.lower()).rpartition(".")[2]
-
-
-def local_files(path):
-    """(sorted files to read, {ending: number passed over}) of a file, a folder, a glob or an embedded corpus."""
-    library, other = os.path.dirname(os.__file__), Counter()
-    if os.path.isfile(path) or path == "python:topics":
-        return [path if os.path.isfile(path) else f"{library}/pydoc_data/topics.py"], other
-    hidden, endings = (NO_LIBRARY, {"py"}) if path == "python:library" else ((), READABLE | {ending(path)})
-    top, files = library if hidden else path, set()
-    found = os.walk(top) if os.path.isdir(top) else [
-        (os.path.dirname(file), [], [os.path.basename(file)]) for file in glob.glob(top, recursive=True)
-        if os.path.isfile(file)]
-    for folder, below, names in found:
-        below[:] = [name for name in below if not name.startswith(".") and name not in hidden]
-        for name in names:
-            if ending(name) in endings and not name.startswith("."):
-                files.add(os.path.join(folder, name))
-            else:
-                other["." + ending(name) if "." in name else "without an ending"] += 1
-    return sorted(files), Counter() if hidden else other
-
-
-def listed(other):
-    return ", ".join(f"{n:,} {kind}" for kind, n in other.most_common(9))
-
-
-def docs_sources(folder):
-    """The sub-folders of a folder and, as one source more, the files directly in it; what holds nothing to read is said
-    and left out."""
-    if not os.path.isdir(folder):
-        raise Refused(f"--docs={folder}: no such folder")
-    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    records = [dict(name=name, path=os.path.join(folder, name)) for name in names]
-    below = [record for record in records if os.path.isdir(record["path"])]
-    direct = dict(name=os.path.basename(os.path.abspath(folder)), path=os.path.join(glob.escape(folder), "*"))
-    found = []
-    for record in below + [direct] * (len(below) < len(records)):
-        files, other = local_files(record["path"])
-        if files:
-            found.append(record)
-        else:
-            log.info("%s: nothing to read, passed over: %s", record["path"], listed(other) or "an empty folder")
-    if not found:
-        raise Refused(f"--docs={folder}: no file that can be read in it or in its sub-folders")
-    return found
-
-
-def within(seconds, function):
-    """function() in a thread, given up after `seconds`: looking a name up or asking for a list may block for ever.
-    Raises TimeoutError, and whatever the function raises."""
-    thread = multiprocessing.pool.ThreadPool(1)
-    try:
-        return thread.apply_async(function).get(seconds)
-    except multiprocessing.TimeoutError:
-        raise TimeoutError(f"no answer within {seconds} s") from None
-    finally:
-        thread.close()
-
-
-@functools.cache
-def hub_problem():
-    """Why the Hub cannot be used, or ""."""
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        return "HF_HUB_OFFLINE is set"
-    import urllib.request
-
-    from huggingface_hub.constants import ENDPOINT
-    url = f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}"
-    try:
-        within(PROBE_S, lambda: urllib.request.urlopen(url, timeout=PROBE_S).close())
-    except OSError as error:  # 401, 404, ... are answers too: reading the first row says what is wrong
-        return f"{ENDPOINT}: {error}" * (getattr(error, "code", 500) >= 500)
-    return ""
-
-
-def resolve(record, settings, begun, total_weight):
-    """A record with what it stands for today: Hub commit or digest of the files, share, held-out fraction."""
-    source = {**RECORD, **record, "commit": None}
-    source["hub"] = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", source["path"])) and not os.path.exists(source["path"])
-    budget, size = settings.budget_tokens or HUB_TOKENS * source["hub"], 0
-    source["share_tokens"] = share = int(budget * source["weight"] / total_weight)
-    if source["hub"]:
-        for old in begun.get("sources", []):
-            if all(old.get(key) == source[key] for key in ("name", "path", "revision")):
-                source["commit"] = old.get("commit")
-    else:
-        files, other = local_files(source["path"])
-        if other:
-            log.info("source %s: passed over: %s", source["name"], listed(other))
-        sizes = [(os.path.basename(file), os.path.getsize(file)) for file in files]
-        if not sizes:
-            raise Refused(f"source {source['name']}: {source['path']} has no file that can be read")
-        size = sum(n * (4 if file.endswith((".gz", ".zst", ".parquet")) else 1) for file, n in sizes)
-        source |= dict(files=len(sizes), bytes=size, digest=hashlib.sha256(json.dumps(sizes).encode()).hexdigest())
-    expected = max(1, min(share or size / 4, size / 4 or share))  # tokens, at four bytes each
-    source["held_out"] = min(0.1, min(max(0.005 * expected, 1e5), 5e6) / expected)  # for val, and again for test
-    return source
-
-
-def make_recipe(settings, begun):
-    """What decides every byte, of the settings and of what they find; begun: the recipe that is there already."""
-    named, fallback, auto = dict(NAMED), False, settings.sources == ("auto",)
-    if auto and settings.docs:
-        named["auto"] = []
-    elif auto and (not begun or begun.get("fallback")) and hub_problem():
-        named["auto"], fallback = named["embedded"], True
-        log.warning("NOTICE: the Hub cannot be used: %s.\nNOTICE: %s gets the embedded corpus, the Python standard "
-                    "library of this machine, not the real mixture.", hub_problem(), settings.data_dir)
-    records = docs_sources(settings.docs) if settings.docs else []
-    for source in settings.sources:
-        records += named.get(source, [source]) if isinstance(source, str) else [source]
-    for record in records:
-        if (not isinstance(record, dict) or not {"name", "path"} <= set(record) <= set(RECORD)
-                or not isinstance(record.get("weight", 1), (int, float)) or not 0 < record.get("weight", 1) < math.inf
-                or record.get("kind") not in (None, "prose", "code")):
-            raise Refused(f"sources: {record!r} is not auto, embedded or a dict with name, path and maybe "
-                          f"{', '.join(list(RECORD)[2:])}; weight must be over 0, kind prose or code")
-    names = [record["name"] for record in records]
-    if not names or len(set(names)) < len(names) or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
-        raise Refused(f"sources need different names of letters, digits, '.', '-' and '_', got {names}")
-    total_weight = sum(record.get("weight", 1.0) for record in records)
-    return dict(schema=1, vocab_size=settings.vocab_size, budget_tokens=settings.budget_tokens, seed=settings.seed,
-                fallback=fallback, sources=[resolve(record, settings, begun, total_weight) for record in records])
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def patiently(read, source, path, done=0):
-    """What read(done) yields, `done` being how many there were before. A Hub that fails is asked for what is left,
-    five times in a row, with the wait shown. Raises Refused when that is of no use."""
-    failures = 0
-    while True:
-        try:
-            for item in read(done):
-                done, failures = done + 1, 0
-                yield item
-            return
-        except Refused:
-            raise
-        except Exception as error:
-            failures += 1
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            why = f"source {source['name']}, {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if (not source["hub"] or failures > 5 or status in (401, 403, 404) or isinstance(
-                    error, (FileNotFoundError, ValueError, LookupError, RuntimeError))):
-                raise Refused(why) from None
-            log.warning("%s; trying again in %d s", why, 2**failures)
-            time.sleep(2**failures)
-
-
-def files_of(source):
-    """The files of a source in the order they are read; of a Hub data set hf:// paths at its commit, as its card,
-    `config`, `data_dir` and `data_files` name them for the split."""
-    def ask():
-        import datasets
-        names = datasets.load_dataset_builder(
-            source["path"], source["config"], data_dir=source["data_dir"], data_files=source["data_files"],
-            revision=source["commit"] or source["revision"]).config.data_files or {}
-        if not names.get(source["split"]):
-            raise Refused(f"no files for the split '{source['split']}', only for {', '.join(map(str, names))}")
-        return list(names[source["split"]])
-    if not source["hub"]:
-        return local_files(source["path"])[0]
-    files = next(patiently(lambda _: [within(LIST_S, ask)], source, source["path"]))
-    if strange := {ending(path) for path in files} - LINES - {"parquet"}:
-        raise Refused(f"only parquet files and JSON lines are read, not .{' .'.join(sorted(strange))}")
-    return files
-
-
-def records(source, path, start):
-    """(raw, bytes) of the records of a file from number `start` on: {field: value} of a parquet row, a line, or all."""
-    if source["path"] == "python:topics":
-        from pydoc_data.topics import topics
-        yield from [(text.encode(), len(text)) for text in topics.values()][start:]
-        return
-    if source["hub"]:
-        import fsspec
-        file = within(LIST_S, lambda: fsspec.filesystem("hf").open(path, block_size=FETCH_BYTES))
-    else:
-        file = open(path, "rb")
-    with file:
-        if ending(path) == "parquet":
-            import pyarrow.parquet
-            rows = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)  # one page after the other
-            column = source["text_field"].partition(".")[0]
-            if column not in rows.schema_arrow.names:
-                raise Refused(f"{path} has no field '{column}', only {', '.join(rows.schema_arrow.names)}")
-            for group in range(rows.num_row_groups):
-                if start >= (count := rows.metadata.row_group(group).num_rows):
-                    start -= count
-                    continue
-                for batch in rows.iter_batches(64, [group], [column]):
-                    yield from ((row, batch.nbytes // len(batch)) for row in batch.to_pylist()[start:])
-                    start = max(0, start - len(batch))
-            return
-        if packed := {"gz": "gzip", "zst": "zstd"}.get(path.lower().rpartition(".")[2]):
-            import pyarrow
-            file = pyarrow.input_stream(file, packed)
-        unpacked = io.BufferedReader(file, 1 << 18)
-        lines = unpacked if ending(path) in LINES else [unpacked.read()]
-        yield from ((raw, len(raw)) for raw in itertools.islice(lines, start, None))
-
-
-def check_hub(source):
-    """Pin the commit of today and read one row, before any work. Raises Refused."""
-    try:
-        path = files_of(source)[0]
-        source["commit"] = re.search(r"@([0-9a-f]{40})/", path)[1]
-        raw, _ = next(patiently(functools.partial(records, source, path), source, path), (None, 0))
-        text_of(f"{path}:1", raw, source["text_field"])
-    except Refused as error:
-        raise Refused(f"field '{source['text_field']}' of source {source['name']} cannot be read: {error} "
-                      "(private or gated: set HF_TOKEN)") from None
-
-
-def batches(source, files, state=None, most=math.inf, wanted=lambda where: True):
-    """([(where, kind, raw), ...], bytes read, state behind them): the same batches however often it is started again.
-
-    state: [file, records read of it], which JSON can hold; None before the first and behind the last record.
-    `most`: bytes to read of each file. `wanted`: False for a record that is passed over.
-    """
-    first, number = state or (0, 0)
-    batch, size = [], 0
-    for at, path in list(enumerate(files))[first:]:
-        kind, left = source["kind"] or ("code" if ending(path) in CODE else "prose"), most
-        for raw, cost in patiently(functools.partial(records, source, path), source, path, number):
-            number, size, left = number + 1, size + max(cost, 100), left - cost
-            if wanted(where := f"{path}:{number}"):
-                batch.append((where, kind, raw))
-            if size >= BATCH_BYTES:
-                yield batch, size, [at, number]
-                batch, size = [], 0
-            if left < 0:
-                break
-        number = 0
-    yield batch, size, None
-
-# ---- cleaning, by the worker processes -------------------------------------------------------------------------------
-
-
-def field_of(value, names):
-    """The text behind a dotted name; of a list on the way every item's, a blank line between."""
-    if isinstance(value, list):
-        return "\n\n".join(field_of(item, names) for item in value)
-    return field_of(value[names[0]], names[1:]) if names else value
-
-
-def text_of(where, raw, field):
-    """(text, its UTF-8 bytes, share of characters that were none) of a record. Raises Refused when it is malformed."""
-    bad = 0
-    if isinstance(raw, bytes):
-        text = raw.decode("utf-8", "replace")
-        if "\ufffd" in text:
-            bad = text.count("\ufffd") - raw.count("\ufffd".encode())
-        if ending(where.rpartition(":")[0]) not in LINES:
-            bad = len(text) if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else bad  # a UTF-16 mark: all is lost
-            return text, text.encode() if bad else raw, bad / max(1, len(text))
-        if not raw.strip(b"\xef\xbb\xbf \t\r\n"):
-            return "", b"", 0.0
-        try:
-            raw = json.loads(text.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"{where}: not one JSON object ({error})") from None
-    try:
-        text = field_of(raw, field.split("."))
-        return text, text.encode(), bad / max(1, len(text))
-    except UnicodeEncodeError:  # "\ud83d" in JSON
-        text, lone = SURROGATE.subn("\ufffd", text)
-        return text, text.encode(), (bad + lone) / len(text)
-    except (AttributeError, TypeError, LookupError):
-        raise Refused(f"{where}: the field '{field}' is missing or holds no text") from None
-
-
-def shorter(run):
-    return b"\n\n" if run[0].count(b"\n") > 1 else b"\n" if b"\n" in run[0] else run[0][:64]
-
-
-def clean(text, given, kind, tally):
-    """(text, its UTF-8 bytes) as it is encoded, from the same as they were `given`. `tally` counts the documents that
-    a rule changed.
-
-    Layout and composition are touched in prose only. Rules on bytes are some ten times faster than by regex.
-    """
-    def apply(rule, new):
-        tally[f"cleaned {rule}"] += new != data
-        return new
-    data = given
-    data = apply("bom", data.removeprefix(b"\xef\xbb\xbf"))
-    data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\r" in data else data)
-    flat = data.translate(BLANK, CONTROLS)
-    data = apply("control", data if len(flat) == len(data) else data.translate(None, CONTROLS))
-    if kind == "prose" and b" " * 65 in flat:  # found ten times as fast as by the expression
-        data = apply("white_space", LONG_SPACE.sub(shorter, data))
-    text = text if data == given else data.decode()
-    if kind == "prose" and not unicodedata.is_normalized("NFC", text):
-        text = unicodedata.normalize("NFC", text)
-        data = apply("nfc", text.encode())
-    return text, data
-
-
-def documents(batch, source, skip_bad, tally):
-    """(where, text, its bytes, digest, split) of the usable records of a batch; `tally` counts the others by reason.
-
-    The split hangs on nothing but the 128-bit digest of the document without its white space.
-    """
-    for where, kind, raw in batch:
-        try:
-            text, data, bad = text_of(where, raw, source["text_field"])
-        except Refused:
-            if not skip_bad:
-                raise
-            tally["dropped malformed"] += 1
-            continue
-        if bad > 0.01:
-            tally["dropped not_utf8"] += 1
-            if tally["dropped not_utf8"] <= 3:
-                tally[f"not_utf8 {where}"] += 1
-            continue
-        tally["cleaned not_utf8"] += bad > 0
-        text, data = clean(text, data, kind, tally)
-        words = data.translate(None, b" \t\n")
-        if len(words) < MIN_BYTES:
-            tally["dropped too_short" if words else "dropped empty"] += 1
-            continue
-        digest = hashlib.blake2b(words, digest_size=16).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64
-        split = 1 if place < source["held_out"] else 2 if place >= 1 - source["held_out"] else 0
-        yield where, text, len(data), digest, split
+# ---- the worker processes ----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -600,7 +241,7 @@ def encoding_of(folder):
 def encode_batch(batch, source, skip_bad, folder, dtype):
     """(INDEX rows, ids, tally) of the documents of a batch, end-of-text behind each."""
     encoding, tally, rows, ids = encoding_of(folder), Counter(), [], [np.zeros(0, dtype)]
-    for where, text, size, digest, split in documents(batch, source, skip_bad, tally):
+    for where, text, size, digest, split in documents.usable(batch, source, skip_bad, tally):
         try:
             own = encode_long(encoding, text)
         except BaseException as error:  # a Rust panic is no Exception
@@ -652,15 +293,15 @@ def sample_of(source, seed, room, skip_bad):
     for their place in the source. Of the Hub only the beginnings of 16 files take part: they are downloaded again."""
     def lot(where):
         return zlib.crc32(f"{seed} {os.path.basename(where)}".encode()) / 2**32
-    heap, size, highest, files, most = [], 0, [1.0], files_of(source), math.inf
+    heap, size, highest, files, most = [], 0, [1.0], documents.files_of(source), math.inf
     if source["hub"]:
         files = files[::-(-len(files) // 16)]
         most = 2 * room / len(files)
-    work = batches(source, files, None, most, lambda where: lot(where) < highest[0])
+    work = documents.batches(source, files, None, most, lambda where: lot(where) < highest[0])
     with progress(f"{source['name']}, sample", source.get("bytes", 2 * room), "B") as bar:
         for batch, read, _ in work:
             bar.update(read)
-            for where, text, *_, split in documents(batch, source, skip_bad, Counter()):
+            for where, text, *_, split in documents.usable(batch, source, skip_bad, Counter()):
                 if split == 0:
                     text = text[:10_000]
                     size += len(text.encode())
@@ -718,7 +359,7 @@ def encode_source(source, parts, pool, skip_bad, dtype):
         digests.append(index["digest"])
     seen, number, started, before = np.sort(np.concatenate(digests)), len(digests) - 1, time.time(), about["read"]
     state, end, read, tokens = (about[key] for key in ("state", "end", "read", "tokens"))
-    work = batches(source, [] if end else files_of(source), state)
+    work = documents.batches(source, [] if end else documents.files_of(source), state)
     results = in_order(pool, encode_batch, work, source, skip_bad, parts, dtype)
     total, unit, done = (share, " tokens", tokens) if share else (source["bytes"], "B", read)
     with contextlib.closing(results), progress(source["name"], total, unit, done) as bar:
@@ -882,7 +523,7 @@ def prepare(settings):
         raise Refused("vocab_size must be 258 to 16,777,216, budget_tokens 0 or more")
     begun, finished = read_json(f"{parts}/recipe.json"), read_json(f"{data_dir}/meta.json")
     finished = finished and (finished.get("recipe") or {"sources": []})
-    recipe = make_recipe(settings, begun or finished)
+    recipe = documents.make_recipe(settings, begun or finished)
     complete, resumed = ({**other, "fallback": 0} == {**recipe, "fallback": 0} for other in (finished, begun))
     if complete:
         if resumed or not begun:  # it was killed while it tidied up
@@ -893,9 +534,9 @@ def prepare(settings):
         raise Refused(f"{data_dir} holds data of another recipe, or its inputs changed: choose another --data_dir, or "
                       "--overwrite=True")
     hub = [source for source in recipe["sources"] if source["hub"]]
-    if hub and hub_problem():
-        raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {hub_problem()}; the same "
-                      "command continues when it can")
+    if hub and documents.hub_problem():
+        raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {documents.hub_problem()}; the "
+                      "same command continues when it can")
     with lock(data_dir):
         file_handler = logging.FileHandler(f"{data_dir}/prepare.log", encoding="utf-8")
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -903,7 +544,7 @@ def prepare(settings):
         dtype = "uint32" if recipe["vocab_size"] > 1 << 16 else "uint16"
         if not resumed:
             for source in hub:
-                check_hub(source)
+                documents.check_hub(source)
             check_space(recipe, data_dir, dtype)
             shutil.rmtree(parts, ignore_errors=True)
             os.makedirs(parts)

@@ -144,7 +144,8 @@ def test_a_hub_that_breaks_off_and_stays_away_for_a_while_gives_the_same_bytes(t
         asked[0] += path.endswith("sample/1.parquet")
         return troubles.pop(0) if troubles and path.endswith("sample/1.parquet") and asked[0] > 2 else None
     hub.rule = rule
-    out = run(config, env=hub.env, patch=NO_WAIT + "prepare.FETCH_BYTES = 100")  # so a file takes several requests
+    several = "prepare.documents.FETCH_BYTES = 100"  # requests for one file
+    out = run(config, env=hub.env, patch=NO_WAIT + several)
     assert not troubles and "503" in out and "trying again in 2 s" in out
     assert sums(f"{tmp_path}/d") == whole
 
@@ -154,7 +155,7 @@ def test_a_hub_that_does_not_come_back_ends_the_run_and_the_same_command_goes_on
     config = path_of(tmp_path, "d")
     run(config, env=hub.env, code=9, patch="prepare.encode_source = lambda *_: os._exit(9)")  # the tokenizer is made
     hub.rule = lambda path: 503 if path.endswith("sample/2.parquet") else None
-    small = NO_WAIT + "prepare.SHARD_BYTES = prepare.BATCH_BYTES = 10_000"
+    small = NO_WAIT + "prepare.SHARD_BYTES = prepare.documents.BATCH_BYTES = 10_000"
     out = run(config, env=hub.env, code=2, patch=small)
     assert out.count("trying again") == 5 and "source en, hf:" in out and "503" in out
     hub.rule, hub.commit = None, "b" * 40
@@ -197,7 +198,7 @@ def test_a_hub_that_asks_for_patience_is_asked_again_with_the_wait_shown_but_not
 
 def test_a_hub_that_answers_first_and_then_falls_silent_is_given_up(tmp_path, hub):
     hub.rule = lambda path: "silence" if "/tree/" in path else None
-    out = run(path_of(tmp_path, "d"), env=hub.env, patch=NO_WAIT + "prepare.LIST_S = 1", code=2)
+    out = run(path_of(tmp_path, "d"), env=hub.env, patch=NO_WAIT + "prepare.documents.LIST_S = 1", code=2)
     assert "field 'text' of source en" in out and "no answer within 1 s" in out
 
 

@@ -22,6 +22,7 @@ import pytest
 import tiktoken
 from conftest import train_here
 
+import documents
 import prepare
 from config import Refused
 
@@ -30,7 +31,7 @@ SPLITS = ("train", "val", "test")
 WORDS = "the run waits when data ends and no step is lost before a checkpoint was written to this disk".split()
 
 
-SMALL = "prepare.SHARD_BYTES = 20_000; prepare.BATCH_BYTES = 4_000\n"
+SMALL = "prepare.SHARD_BYTES = 20_000; prepare.documents.BATCH_BYTES = 4_000\n"
 
 
 def start(*words, patch="", env=None):
@@ -178,7 +179,7 @@ def test_every_kind_of_file_becomes_documents_of_the_source_of_its_folder(mixed)
 def test_a_folder_with_nothing_to_read_is_said_and_left_out(mixed, tmp_path):
     assert "docs/images: nothing to read, passed over: 1 .jpg" in mixed[1]
     with pytest.raises(Refused, match="no file that can be read"):
-        prepare.docs_sources(f"{mixed[0]}/docs/images")
+        documents.docs_sources(f"{mixed[0]}/docs/images")
 
 
 def test_text_that_looks_like_a_special_token_is_text_and_end_of_text_only_ends_documents(mixed):
@@ -369,7 +370,8 @@ def test_seven_documents_and_four_workers_give_seven_end_of_text_ids(tmp_path):
         write(f"{tmp_path}/docs/{i}.txt", text)
     write(f"{tmp_path}/docs/7.txt", "")
     source = dict(name="a", path=f"{tmp_path}/docs")
-    run(recipe(tmp_path, sources=[source]), patch="prepare.process_count = lambda: 4; prepare.BATCH_BYTES = 1")
+    patch = "prepare.process_count = lambda: 4; prepare.documents.BATCH_BYTES = 1"
+    run(recipe(tmp_path, sources=[source]), patch=patch)
     assert everything(f"{tmp_path}/data") == Counter(texts)  # checks the end-of-text ids and the file sizes as well
     assert documents_of(f"{tmp_path}/data", "val")["a"] == texts[:1]
     assert documents_of(f"{tmp_path}/data", "test")["a"] == texts[1:2]
@@ -383,7 +385,7 @@ def test_another_order_holds_the_same_documents_out_and_another_worker_count_giv
     for name, folder, count in (("one", "a", 1), ("three", "a", 3), ("order", "b", 2)):
         sources = [dict(name="s", path=f"{tmp_path}/{folder}/x.jsonl")]
         run(recipe(tmp_path, sources=sources, data_dir=f"{tmp_path}/{name}"),
-            patch=f"prepare.process_count = lambda: {count}; prepare.BATCH_BYTES = 5000")
+            patch=f"prepare.process_count = lambda: {count}; prepare.documents.BATCH_BYTES = 5000")
         results[name] = {split: sorted(documents_of(f"{tmp_path}/{name}", split)["s"]) for split in SPLITS}
     assert results["one"] == results["order"] and sums(f"{tmp_path}/one") == sums(f"{tmp_path}/three")
     assert results["one"]["val"] == sorted(t for t in texts if place(t) < 0.1)
@@ -409,7 +411,7 @@ def test_a_source_ends_behind_the_document_that_reaches_its_share_and_a_short_on
     for name, count in (("long", 900), ("short", 40)):
         write_parquet(f"{tmp_path}/{name}/x.parquet", prose(count, len(name)), 50)
     sources = [dict(name="long", path=f"{tmp_path}/long", weight=3), dict(name="short", path=f"{tmp_path}/short")]
-    out = run(recipe(tmp_path, sources=sources, budget_tokens=40_000), patch="prepare.BATCH_BYTES = 30_000")
+    out = run(recipe(tmp_path, sources=sources, budget_tokens=40_000), patch="prepare.documents.BATCH_BYTES = 30_000")
     meta, texts = meta_of(f"{tmp_path}/data"), documents_of(f"{tmp_path}/data", "train")["long"]
     last = len(prepare.Tokenizer(f"{tmp_path}/data").encode(texts[-1])) + 1
     assert 30_000 <= meta["splits"]["train"]["long"]["tokens"] < 30_000 + last
@@ -424,13 +426,13 @@ def test_held_out_fractions_follow_from_budget_or_size_alone(tmp_path):
         with open(f"{tmp_path}/{path}", "wb") as file:
             file.truncate(size)
         settings = prepare.Config(budget_tokens=budget)
-        return prepare.resolve(dict(name="a", path=f"{tmp_path}/{path}"), settings, {}, 1.0)["held_out"]
+        return documents.resolve(dict(name="a", path=f"{tmp_path}/{path}"), settings, {}, 1.0)["held_out"]
     assert fraction(4_000) == 0.1                                   # never over a tenth
     assert fraction(40_000_000) == pytest.approx(0.01)              # 100k of 10M tokens
     assert fraction(400_000_000) == pytest.approx(0.005)            # half a percent
     assert fraction(40_000_000_000) == pytest.approx(0.0005)        # 5M of 10B tokens
     assert fraction(40_000_000_000, budget=10**7) == pytest.approx(0.01)
-    hub = prepare.resolve(dict(name="a", path="owner/set", weight=0.5), prepare.Config(), {}, 1.0)
+    hub = documents.resolve(dict(name="a", path="owner/set", weight=0.5), prepare.Config(), {}, 1.0)
     assert hub["share_tokens"] == 5_005_000_000 and hub["held_out"] == pytest.approx(5e6 / 5.005e9)
 
 
@@ -472,19 +474,19 @@ def test_a_hundred_thousand_ids_take_four_bytes_each(tmp_path):
 
 def lines_source(tmp_path, texts):
     write_jsonl(f"{tmp_path}/s/x.jsonl", texts)
-    return prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
+    return documents.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
 
 
 def test_the_tokenizer_sample_is_bounded_spread_and_hangs_on_nothing_but_place_and_seed(tmp_path, monkeypatch):
     texts = [text * (300 if i == 40 else 1) for i, text in enumerate(prose(1000, 30))]  # one of over 10k characters
     source = lines_source(tmp_path, texts)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 7000)
+    monkeypatch.setattr(documents, "BATCH_BYTES", 7000)
     everything = prepare.sample_of(source, 1, 10**9, False)
     assert sorted(everything) == sorted(text[:10_000] for text in texts if 0.1 <= place(text) < 0.9)
     some = prepare.sample_of(source, 1, 50_000, False)
     at = [texts.index(text) for text in some]
     assert 40_000 < sum(map(len, some)) <= 50_000 and 300 < sum(at) / len(at) < 700
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 10**6)
+    monkeypatch.setattr(documents, "BATCH_BYTES", 10**6)
     assert prepare.sample_of(source, 1, 50_000, False) == some != prepare.sample_of(source, 2, 50_000, False)
 
 
@@ -497,7 +499,7 @@ MALFORMED = ['{"text": "cut off in the mid', '{"text": "two"} {"text": "objects"
 def test_each_malformed_line_is_refused_by_file_and_line():
     for line in MALFORMED:
         with pytest.raises(Refused, match="^some/x.jsonl.gz:17: "):
-            prepare.text_of("some/x.jsonl.gz:17", line.encode(), "text")
+            documents.text_of("some/x.jsonl.gz:17", line.encode(), "text")
 
 
 def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted_on_request(tmp_path):
@@ -531,8 +533,8 @@ def test_packed_files_are_read_to_their_end_and_a_cut_one_is_refused_by_name(tmp
     lines = [(json.dumps(dict(text=text)) + "\n").encode() for text in texts]
     packed = gzip.compress(b"".join(lines[:200])) + gzip.compress(b"".join(lines[200:]))  # as two writers appended
     write(f"{tmp_path}/s/a.jsonl.gz", packed)
-    source = prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
-    batch, = [batch for batch, _, _ in prepare.batches(source, prepare.files_of(source))]
+    source = documents.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
+    batch, = [batch for batch, _, _ in documents.batches(source, documents.files_of(source))]
     assert [raw for _, _, raw in batch] == lines
     write(f"{tmp_path}/s/a.jsonl.gz", packed[:-20])
     assert "a.jsonl.gz" in run(recipe(tmp_path, sources=[dict(name="s", path=f"{tmp_path}/s")]), code=2)
@@ -709,7 +711,7 @@ def test_a_disk_that_fills_up_is_one_line_and_with_more_room_the_same_command_go
 
 def test_seven_times_the_input_takes_no_more_memory_than_sixteen_bytes_a_document(tmp_path):
     texts = prose(60_000, 19)
-    peaks, patch = {}, "prepare.SHARD_BYTES = 1_000_000; prepare.BATCH_BYTES = 100_000\n" \
+    peaks, patch = {}, "prepare.SHARD_BYTES = 1_000_000; prepare.documents.BATCH_BYTES = 100_000\n" \
         "prepare.BLOCK_BYTES = 1_000_000\nimport atexit\n" \
         "atexit.register(lambda: print(open('/proc/self/status').read()))"
     for count in (8_000, 60_000):
@@ -724,18 +726,19 @@ def test_seven_times_the_input_takes_no_more_memory_than_sixteen_bytes_a_documen
 
 
 def test_a_stream_continues_from_every_state_with_the_records_that_follow(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(documents, "BATCH_BYTES", 3000)
     for i in range(2):
         write_parquet(f"{tmp_path}/s/{i}.parquet", prose(160, 20 + i), (11, 150)[i])
     write_jsonl(f"{tmp_path}/s/2.jsonl", prose(30, 22))
     write(f"{tmp_path}/s/3.txt", prose(1, 23)[0])
-    source = prepare.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
-    files = prepare.files_of(source)
-    whole = [(batch, json.loads(json.dumps(state))) for batch, _, state in prepare.batches(source, files)]
+    source = documents.resolve(dict(name="s", path=f"{tmp_path}/s"), prepare.Config(), {}, 1.0)
+    files = documents.files_of(source)
+    whole = [(batch, json.loads(json.dumps(state))) for batch, _, state in documents.batches(source, files)]
     rows = [raw for batch, _ in whole for *_, raw in batch][:320]
     assert [row["text"] for row in rows] == prose(160, 20) + prose(160, 21) and len(whole) > 10
     for i, (_, state) in enumerate(whole[:-1]):
-        assert [batch for batch, _, _ in prepare.batches(source, files, state)] == [batch for batch, _ in whole[i + 1:]]
+        rest = documents.batches(source, files, state)
+        assert [batch for batch, _, _ in rest] == [batch for batch, _ in whole[i + 1:]]
 
 
 @pytest.fixture
@@ -778,10 +781,10 @@ def test_without_the_hub_a_notice_and_the_embedded_corpus_and_with_it_back_a_ref
 
 def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(prepare, "PROBE_S", 0.3)
+    monkeypatch.setattr(documents, "PROBE_S", 0.3)
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: (time.sleep(30), io.BytesIO())[1])
     started = time.time()
-    assert "no answer within 0.3 s" in prepare.hub_problem.__wrapped__() and time.time() - started < 5
+    assert "no answer within 0.3 s" in documents.hub_problem.__wrapped__() and time.time() - started < 5
 
 
 def test_auto_never_falls_back_over_another_recipe(mixed):
