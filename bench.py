@@ -312,7 +312,7 @@ def main():
     found |= estimate(asked, found) | dict(matrix_tflops=rate, sweep=table)
     for key in ("", "_with_attention"):
         found[f"matrix_share{key}"] = found[f"tflops{key}"] / (at_once * rate)
-    print("\n".join(lines_of(c, found)))
+    print("\n".join(lines_of(c, found)) + f"\ntrace           {c.profile}" * bool(c.profile))
     found["device_hours"] = world * (time.time() - began) / 3600
     os.makedirs(asked.out_dir, exist_ok=True)
     write_atomically(os.path.join(asked.out_dir, "bench.json"), json.dumps(found, indent=1).encode())

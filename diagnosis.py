@@ -283,7 +283,7 @@ def mishaps(rows, discarded, status):
             how, cause = dict(stop=(f"stopped by {end.get('reason')}", "asked for, or the guard"),
                               run_end=("finished", "more steps were asked for")).get(
                 end["event"], ("ended without a word", "killed, crashed, or the machine went away"))
-            again = f", {len(gone)} logged lines done again" if gone else ""
+            again = f", {len(gone)} logged line{'s' * (len(gone) > 1)} done again" if gone else ""
             seen.append((row["step"], f"{how}; went on from step {row['step']}{again}", cause,
                          most(gone, "gpu_hours") - most(kept, "gpu_hours") if gone else 0.0))
             seen.append((row["step"], "loading and first pass of that restart", "",

@@ -42,6 +42,7 @@ READABLE = CODE | {"txt", "md", "rst", "jsonl", "parquet"}
 CONTROLS = bytes(set(range(32)) - set(b"\t\n"))
 SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK = bytes.maketrans(b"\t\n", b"  ")
+SKIP = "; --skip_bad=True skips and counts such records"
 LONG_SPACE = re.compile(rb"[ \t\n]{65,}")
 log = logging.getLogger("prepare")
 
@@ -312,7 +313,7 @@ def text_of(where, raw, field):
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise Refused(f"{where}: not one JSON object ({error})") from None
+            raise Refused(f"{where}: not one JSON object ({error}){SKIP}") from None
     try:
         text = field_of(raw, field.split("."))
         return text, text.encode(), bad / max(1, len(text))
@@ -320,7 +321,7 @@ def text_of(where, raw, field):
         text, lone = SURROGATE.subn("\ufffd", text)
         return text, text.encode(), (bad + lone) / len(text)
     except (AttributeError, TypeError, LookupError):
-        raise Refused(f"{where}: the field '{field}' is missing or holds no text") from None
+        raise Refused(f"{where}: the field '{field}' is missing or holds no text{SKIP}") from None
 
 
 def shorter(run):

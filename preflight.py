@@ -396,8 +396,10 @@ def main():
     c, began, rows = load(Settings, sys.argv[1:], __doc__), time.time(), []
     train.check(c)
     parts = c.only.split(",") if c.only else list(CHECKS)
-    if not set(parts) <= set(CHECKS) or os.environ.get("WORLD_SIZE", "1") != "1":
-        raise Refused(f"only={c.only!r} takes {', '.join(CHECKS)}; and this starts its own processes, without torchrun")
+    if not set(parts) <= set(CHECKS):
+        raise Refused(f"only={c.only!r} takes {', '.join(CHECKS)}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise Refused("this starts its own processes: without torchrun")
     corpus = prepare.Corpus(c.data_dir, check=False)
     shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
     device = torch.device("cpu") if parts == ["data"] else pick_device(c, 0)

@@ -119,7 +119,8 @@ class Corpus:
     def __init__(self, data_dir, check=True):
         self.folder, self.meta, self.files = data_dir, read_json(f"{data_dir}/meta.json"), {}
         if not self.meta:
-            raise Refused(f"{data_dir} holds no finished data (no meta.json): run `python prepare.py` first")
+            raise Refused(f"{data_dir} holds no finished data (no meta.json): fill it by prepare.py with the config of "
+                          f"that name or --data_dir={data_dir}, or name another --data_dir")
         self.vocab_size, self.eot_id = self.meta["vocab_size"], self.meta["eot_id"]
         self.dtype, tokenizer = np.dtype(self.meta["dtype"]), self.meta.get("tokenizer") or {}
         identity = [self.meta["files"][f"{split}.bin"]["sha256"] for split in SPLITS]
@@ -309,6 +310,7 @@ def sample_of(source, seed, room, skip_bad):
             while size > room:
                 least, text = heapq.heappop(heap)
                 highest[0], size = -least, size - len(text.encode())
+        bar.total = bar.n
     return [text for _, text in sorted(heap)]
 
 
@@ -518,6 +520,7 @@ def prepare(settings):
     log.addHandler(logging.StreamHandler(sys.stdout))
     if settings.verify:
         Corpus(data_dir, check="all")
+        log.info("%s: every byte is as the sha256 in meta.json say", data_dir)
         return show(data_dir)
     if not 257 < settings.vocab_size <= 1 << 24 or settings.budget_tokens < 0:
         raise Refused("vocab_size must be 258 to 16,777,216, budget_tokens 0 or more")
@@ -531,8 +534,8 @@ def prepare(settings):
         show(data_dir)
         return log.info("%s is finished and of this recipe: nothing to do", data_dir)
     if not settings.overwrite and not resumed and (begun or finished or os.path.exists(f"{data_dir}/train.bin")):
-        raise Refused(f"{data_dir} holds data of another recipe, or its inputs changed: choose another --data_dir, or "
-                      "--overwrite=True")
+        raise Refused(f"{data_dir} holds {'' if finished else 'unfinished '}data of another recipe, or its inputs "
+                      "changed: choose another --data_dir, or --overwrite=True")
     hub = [source for source in recipe["sources"] if source["hub"]]
     if hub and documents.hub_problem():
         raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {documents.hub_problem()}; the "

@@ -254,7 +254,8 @@ class Log:
         self.run = dict(run_id=uuid.uuid4().hex, started=self.started, initial_loss=None, test_scorings=0) | kept
         self.record(
             schema=1, pid=os.getpid(), host=socket.gethostname(), status="running", exit_code=None, settings=asdict(c),
-            command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")),
+            command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"),
+            dirty=bool(git("status", "--porcelain", "--untracked-files=no")),
             data_fingerprint=run.corpus.fingerprint, device=device_name(run.device), device_count=self.world,
             link="nccl" if run.device.type == "cuda" else "gloo" if self.world > 1 else None,
             n_params=count_parameters(run.model), vocab_size=run.shape.vocab_size,

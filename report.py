@@ -276,7 +276,7 @@ def draw_loss(axes, r, color, several):
             shown += [value for _, value in points]
     saves = [row["step"] for row in of(r.rows, "save")]
     axes.plot(saves, [0.012] * len(saves), "^", color=color if several else GREY, markersize=7,
-              transform=axes.get_xaxis_transform(), label="checkpoint" if saves and not several else None)
+              transform=axes.get_xaxis_transform(), label="save" if saves and not several else None)
     return shown
 
 
@@ -339,7 +339,8 @@ def plot(runs, path):
     title = f"{len(runs)} runs" if several else f"{r.name} · {r.status}, step {r.step:,} · {r.verdict}"
     figure.text(0.05, 0.965, title, fontsize=16, fontweight="bold")
     figure.text(0.05, 0.94, f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')} · thick line: running "
-                "median, dots: val, diamond: the last val", fontsize=11, color=GREY)
+                "median, dots: val on eval_tokens, diamond: the last val" + ", on all" * (r.status == "finished"),
+                fontsize=11, color=GREY)
     figure.savefig(picture := io.BytesIO(), format="png")
     plt.close(figure)
     write(path, picture.getvalue())

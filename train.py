@@ -231,8 +231,8 @@ def check_batch(c, world):
         raise Refused(
             f"global_batch_tokens={c.global_batch_tokens} can't be cut into {world} rank(s) x micro_batch_size "
             f"{c.micro_batch_size} x block_size {c.block_size}; valid: global_batch_tokens="
-            f"{' or '.join(str(n * c.block_size) for n in near)}; micro_batch_size {' '.join(sizes[-8:]) or 'none'}; "
-            f"ranks {' '.join(ranks[-12:]) or 'none'}")
+            f"{' or '.join(str(n * c.block_size) for n in near)}; or, for these tokens, micro_batch_size "
+            f"{' '.join(sizes[-8:]) or '(none)'}; ranks {' '.join(ranks[-12:]) or '(none)'}")
 
 
 # ---- evaluation
@@ -446,7 +446,8 @@ def build(c, ranks, stop, log, device, corpus, saved):
     shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
     n_params, lines = describe(shape, c.micro_batch_size)
     if c.expect_params and c.expect_params != n_params:
-        raise Refused(f"expect_params={c.expect_params:,}, but the model has {n_params:,} parameters")
+        raise Refused(f"expect_params={c.expect_params:,}, but the model has {n_params:,} parameters with the "
+                      f"{shape.vocab_size:,} ids of {c.data_dir}: --expect_params=0 takes any")
     log.say("\n".join([*lines, check_room(c, n_params)]))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
@@ -461,6 +462,7 @@ def build(c, ranks, stop, log, device, corpus, saved):
                          if getattr(other, key) != getattr(shape, key)]:
             raise Refused(f"init_from={c.init_from} holds weights of another shape: {', '.join(differing)}")
         model.load_state_dict(weights)
+        log.say(f"weights        {c.init_from}, step {source['step']}; optimizer and schedule begin anew")
     if c.compile and (lacking := why_no_compile(device)):
         log.say(f"not compiled: {lacking}")
     elif c.compile:
@@ -500,12 +502,12 @@ def run_evaluation(run, limit):
     result = evaluate(run, "val", limit)
     if result is None:
         return None
-    seconds, total = time.time() - began, result.pop("")
+    seconds, total, part = time.time() - began, result.pop(""), limit < run.corpus.tokens("val")
     run.log.event("eval", step, **total, sources=result, seconds=seconds)
     run.log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
                 f"{total['val_bpb']:.4f} (" + "; ".join(
                     f"{name} {r['val_loss']:.4f}, {r['val_ppl']:.2f}, {r['val_bpb']:.4f}"
-                    for name, r in result.items()) + ")")
+                    for name, r in result.items()) + ")" + f", on {limit:,} tokens" * part)
     run.log.start_report()
     return seconds
 
@@ -556,7 +558,7 @@ def end_by_guard(run, step, kind, message, x=None, y=None):
     if kind not in run.log.alarmed:
         run.log.event("alarm", step, kind=kind, message=message, action="stop: no update, no save")
     run.log.event("stop", step, reason="guard", exit_code=3, **peak_memory(run.device))
-    run.log.say(f"STOPPED by the guard at step {step}: {message}; nothing was updated or saved")
+    run.log.say(f"STOPPED by the guard at step {step}: {message}; no further update, no save")
     return 3
 
 
@@ -789,6 +791,9 @@ def train(c, ranks, stop, log):
     if run_evaluation(run, math.inf) is None:
         return end_by_signal(run, saved_ok)
     log.event("run_end", state["step"], **peak_memory(run.device))
+    if saved_ok:
+        log.say(f"finished; next: python report.py {c.out_dir}" + (
+            f", python sample.py --out_dir={c.out_dir}" if c.save_interval else ""))
     return 0 if saved_ok else 1
 
 
@@ -806,8 +811,9 @@ def main():
         if log.files and ranks.rank:  # met in the middle of a run, by this rank alone
             print(f"train.py: rank {ranks.rank}: {refused}", file=sys.stderr)
         raise
-    except SystemExit as ended:  # a signal before the first update
+    except SystemExit as ended:
         code, status = ended.code, "stopped"
+        log.say("stopped by a signal before the first update of this start: there was nothing to save")
     except RuntimeError as error:
         if not re.search("out of memory|can't allocate memory", str(error)):
             raise

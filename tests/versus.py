@@ -6,8 +6,9 @@ shape, and nanoGPT's GPT of the same depth and width where its checkout is at ha
     python tests/versus.py --nanogpt=DIR                                   a checkout of nanoGPT
 
 Ours is train.py itself through bench.py. The others get what their own loops do and no more: forward, backward, clip,
-fused AdamW, in bf16 autocast under torch.compile; `nanogpt_shipped` is what nanoGPT's README asks for on this
-device (on a CPU: fp32, eager). Every key of train.py is taken. Needs transformers.
+fused AdamW, in the autocast that ours has here (bf16, fp32 on a CPU without it) under torch.compile; `nanogpt_shipped`
+is what nanoGPT's README asks for on this device (on a CPU: fp32, eager). Every key of train.py is taken. Needs
+transformers.
 """
 import json
 import os
@@ -24,8 +25,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import bench  # noqa: E402
 import train  # noqa: E402
-from config import load  # noqa: E402
+from config import Refused, load  # noqa: E402
 from model import Shape, flops_per_token, parameters_of  # noqa: E402
+from process import pick_device, pick_dtype  # noqa: E402
 
 VOCAB = 32_000
 ON_TWO_CORES = ("--n_layer=12", "--n_embd=768", "--n_head=12", "--n_kv_head=4", "--ffn_hidden=2048", "--block_size=512",
@@ -83,7 +85,7 @@ def other(c):
         began = time.perf_counter()
         for micro in range(accumulation):
             batch = tokens[(len(times) * accumulation + micro) % 64].to(device)
-            with torch.autocast(device, torch.bfloat16, enabled=not plain):
+            with torch.autocast(device, torch.bfloat16, enabled=c.dtype == "bfloat16" and not plain):
                 loss = loss_of(compiled, batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
             (loss / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -101,6 +103,9 @@ def main():
     if not any(word.endswith(".py") for word in argv):
         argv = [*ON_TWO_CORES, *argv]
     c = load(Settings, argv, __doc__)
+    c = replace(c, dtype=pick_dtype(c, pick_device(c, 0)))
+    if c.nanogpt and not os.path.exists(f"{c.nanogpt}/model.py"):
+        raise Refused(f"--nanogpt={c.nanogpt} must name a checkout of nanoGPT")
     if c.side:
         return other(c)
     device = "cuda" if torch.cuda.is_available() and c.device != "cpu" else "cpu"
@@ -109,7 +114,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="versus.") as data_dir:
         bench.write_random_data(data_dir, VOCAB, 4 * c.global_batch_tokens + 2 * c.block_size)
         for number in range(c.rounds):
-            rates.append(bench.matrix_product_tflops(device, "bfloat16", 3.0))
+            print(f"round {number + 1} of {c.rounds}, in {c.dtype}", flush=True)
+            rates.append(bench.matrix_product_tflops(device, c.dtype, 3.0))
             for side, measured in found.items():
                 if side == "ours":
                     one = bench.measure(replace(c, data_dir=data_dir), 1, data_dir, c.seconds, VOCAB)
@@ -118,7 +124,7 @@ def main():
                     one = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
                 measured.append(one["tokens_per_s"])
                 memory = f"{one['peak_memory_bytes'] / 2**30:.1f} GiB" if one["peak_memory_bytes"] else ""
-                print(f"round {number + 1}  {side:<16} {measured[-1]:>9,.0f} tokens/s  "
+                print(f"  {side:<16} {measured[-1]:>9,.0f} tokens/s  "
                       f"{one['n_params']:,} parameters  {memory}", flush=True)
     print(f"\n{'':<16} {'median':>9} {'least':>9} {'most':>9}  ours is")
     for side, measured in found.items():
@@ -126,7 +132,8 @@ def main():
         print(f"{side:<16} {np.median(measured):>9,.0f} {min(measured):>9,.0f} {max(measured):>9,.0f}  {times:.2f} x")
     if "ours" in found:
         reached = flops_per_token(parameters_of(shape), shape)[0] * np.median(found["ours"]) / np.median(rates) / 1e12
-        print(f"ours reaches {reached:.1%} of a large bf16 matrix product's {np.median(rates):.3g} TFLOP/s here (6N)")
+        print(f"ours reaches {reached:.1%} of a large {c.dtype} matrix product's {np.median(rates):.3g} TFLOP/s "
+              "here (6N)")
 
 
 if __name__ == "__main__":
