@@ -239,7 +239,8 @@ def test_a_finished_recipe_is_not_done_again_and_another_needs_overwrite(mixed):
 
 def test_verify_hashes_everything_and_names_a_flipped_bit(mixed, tmp_path):
     folder, _ = mixed
-    assert "bytes/token" in run("--verify=True", f"--data_dir={folder}/data")
+    out = run("--verify=True", f"--data_dir={folder}/data")
+    assert "every byte is as the sha256" in out and "bytes/token" in out
     subprocess.run(["cp", "-r", f"{folder}/data", f"{tmp_path}/data"], check=True)
     with open(f"{tmp_path}/data/train.bin", "r+b") as file:
         file.seek(1000)

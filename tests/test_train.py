@@ -281,9 +281,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(data_dir, straight, tmp_path, monkeyp
     assert same_tensors(a, b) and a["rng"][0]["python"] == b["rng"][0]["python"]
 
 
-def test_a_signal_before_the_first_update_ends_at_once_and_saves_nothing(data_dir, tmp_path, monkeypatch):
+def test_a_signal_before_the_first_update_ends_at_once_and_saves_nothing(data_dir, tmp_path, monkeypatch, capsys):
     stop_after(monkeypatch, 1)
-    assert train_here(data_dir, tmp_path) == 143
+    assert train_here(data_dir, tmp_path) == 143 and "there was nothing to save" in capsys.readouterr().out
     assert newest_verified(tmp_path) is None and json.load(open(tmp_path / "run.json"))["status"] == "stopped"
     assert train_here(data_dir, tmp_path, "--max_steps=2") == 0
 
@@ -427,8 +427,11 @@ def test_weights_are_saved_beside_a_full_checkpoint_and_never_taken_from_an_olde
     assert [s for s, _ in script.saved_steps(tmp_path / "b", ("weights",))] == [8, 4]
 
 
-def test_a_start_from_weights_begins_at_step_0_and_refuses_another_shape(data_dir, straight, tmp_path):
+def test_a_start_from_weights_begins_at_step_0_and_refuses_another_shape(data_dir, straight, tmp_path, capsys):
     assert train_here(data_dir, tmp_path / "a", f"--init_from={straight}") == 0
+    out = capsys.readouterr().out
+    assert f"{straight}, step 8; optimizer and schedule begin anew" in out
+    assert f"next: python report.py {tmp_path}/a, python sample.py --out_dir={tmp_path}/a" in out
     assert column(tmp_path / "a", "loss")[0] < column(straight, "loss")[0] - 1
     assert column(tmp_path / "a", "step") == list(range(1, 9))
     for words in (["--n_layer=3"], ["--n_head=2", "--n_kv_head=1"]):  # the second has tensors of the same sizes
