@@ -42,7 +42,6 @@ READABLE = CODE | {"txt", "md", "rst", "jsonl", "parquet"}
 CONTROLS = bytes(set(range(32)) - set(b"\t\n"))
 SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK = bytes.maketrans(b"\t\n", b"  ")
-SKIP = "; --skip_bad=True skips and counts such records"
 LONG_SPACE = re.compile(rb"[ \t\n]{65,}")
 log = logging.getLogger("prepare")
 
@@ -313,7 +312,7 @@ def text_of(where, raw, field):
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise Refused(f"{where}: not one JSON object ({error}){SKIP}") from None
+            raise Refused(f"{where}: not one JSON object ({error})") from None
     try:
         text = field_of(raw, field.split("."))
         return text, text.encode(), bad / max(1, len(text))
@@ -321,7 +320,7 @@ def text_of(where, raw, field):
         text, lone = SURROGATE.subn("\ufffd", text)
         return text, text.encode(), (bad + lone) / len(text)
     except (AttributeError, TypeError, LookupError):
-        raise Refused(f"{where}: the field '{field}' is missing or holds no text{SKIP}") from None
+        raise Refused(f"{where}: the field '{field}' is missing or holds no text") from None
 
 
 def shorter(run):
@@ -359,9 +358,9 @@ def usable(batch, source, skip_bad, tally):
     for where, kind, raw in batch:
         try:
             text, data, bad = text_of(where, raw, source["text_field"])
-        except Refused:
+        except Refused as error:
             if not skip_bad:
-                raise
+                raise Refused(f"{error}; --skip_bad=True skips and counts such records") from None
             tally["dropped malformed"] += 1
             continue
         if bad > 0.01:

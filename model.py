@@ -441,7 +441,8 @@ def load_weights(path, warn=lambda message: None):
             raise Refused(f"no verified checkpoint in {path}: train first, or name another --out_dir")
         path = newest[1]
     elif not os.path.isfile(path):
-        raise Refused(f"{path} does not exist: name a folder that train.py or export.py wrote, or a file of weights")
+        raise Refused(f"{path} does not exist: name the folder of a run or one of its checkpoint files "
+                      "(for --init_from an exported folder will do)")
     elif os.path.exists(path[:-len(".pt")] + ".json") and (reason := why_bad(path)):
         raise Refused(f"checkpoint {path}: {reason}")
     try:

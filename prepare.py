@@ -119,8 +119,8 @@ class Corpus:
     def __init__(self, data_dir, check=True):
         self.folder, self.meta, self.files = data_dir, read_json(f"{data_dir}/meta.json"), {}
         if not self.meta:
-            raise Refused(f"{data_dir} holds no finished data (no meta.json): fill it by prepare.py with the config of "
-                          f"that name or --data_dir={data_dir}, or name another --data_dir")
+            raise Refused(f"{data_dir} holds no finished data (no meta.json): fill it by `python prepare.py "
+                          f"--data_dir={data_dir}` with its config or --docs, or name another --data_dir")
         self.vocab_size, self.eot_id = self.meta["vocab_size"], self.meta["eot_id"]
         self.dtype, tokenizer = np.dtype(self.meta["dtype"]), self.meta.get("tokenizer") or {}
         identity = [self.meta["files"][f"{split}.bin"]["sha256"] for split in SPLITS]
@@ -338,11 +338,15 @@ def train_tokenizer(recipe, parts, skip_bad):
 
 
 def shards_of(parts, source):
-    """(about, INDEX rows, file) of the finished shards of a source; the file stands where the ids begin."""
+    """(about, INDEX rows, file) of the finished shards of a source; the file stands where the ids begin. Raises
+    Refused."""
     for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.[0-9]*.shard")):
         with open(path, "rb") as file:
             about = json.loads(file.readline())
-            yield about, np.fromfile(file, INDEX, about["documents"]), file
+            index = np.fromfile(file, INDEX, about["documents"])
+            if zlib.crc32(index.tobytes()) != about["index_crc"]:
+                raise Refused(f"{path} is damaged: remove {parts} and prepare again")
+            yield about, index, file
 
 
 def ids_of(keep, index, ids):
@@ -388,9 +392,12 @@ def encode_source(source, parts, pool, skip_bad, dtype):
             new = np.sort(index["digest"][keep])
             seen = np.insert(seen, np.searchsorted(seen, new), new)
             tokens += int(index["tokens"][keep & (index["split"] == 0)].sum())
-            about = dict(state=state, end=end, read=read, tokens=tokens, tally=tally, documents=int(keep.sum()))
-            write_atomically(f"{parts}/{source['name']}.{number:06d}.shard", [
-                json.dumps(about).encode() + b"\n", index[keep].tobytes(), *ids_of(keep, index, np.concatenate(ids))])
+            kept, pieces = index[keep].tobytes(), ids_of(keep, index, np.concatenate(ids))
+            about = dict(state=state, end=end, read=read, tokens=tokens, tally=tally, documents=int(keep.sum()),
+                         index_crc=zlib.crc32(kept), ids_crc=functools.reduce(lambda crc, ids: zlib.crc32(ids, crc),
+                                                                              pieces, 0))
+            write_atomically(f"{parts}/{source['name']}.{number:06d}.shard",
+                             [json.dumps(about).encode() + b"\n", kept, *pieces])
             number += 1
         bar.total = bar.n  # known only now: sizes were packed, or a share is cut at a document
     if tokens < share:
@@ -423,6 +430,8 @@ def join(recipe, parts, dtype, skip_bad):
         rows = [dict(offset=file.tell() // np.dtype(dtype).itemsize, tokens=0, documents=0, bytes=0) for file in bins]
         for about, index, file in shards_of(parts, source):
             ids = np.fromfile(file, dtype)
+            if zlib.crc32(ids) != about["ids_crc"]:
+                raise Refused(f"{file.name} is damaged: remove {parts} and prepare again")
             lost = (index["split"] == 0) & np.isin(index["digest"], elsewhere)
             tally.update(about["tally"], **{"dropped held_out_elsewhere": int(lost.sum())})
             for number, row in enumerate(rows):
@@ -534,8 +543,9 @@ def prepare(settings):
         show(data_dir)
         return log.info("%s is finished and of this recipe: nothing to do", data_dir)
     if not settings.overwrite and not resumed and (begun or finished or os.path.exists(f"{data_dir}/train.bin")):
-        raise Refused(f"{data_dir} holds {'' if finished else 'unfinished '}data of another recipe, or its inputs "
-                      "changed: choose another --data_dir, or --overwrite=True")
+        held = "data" if finished else "unfinished data" if begun else "a train.bin without meta.json, maybe"
+        raise Refused(f"{data_dir} holds {held} of another recipe, or its inputs changed: choose another --data_dir, "
+                      "or --overwrite=True")
     hub = [source for source in recipe["sources"] if source["hub"]]
     if hub and documents.hub_problem():
         raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {documents.hub_problem()}; the "

@@ -255,7 +255,7 @@ class Log:
         self.record(
             schema=1, pid=os.getpid(), host=socket.gethostname(), status="running", exit_code=None, settings=asdict(c),
             command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"),
-            dirty=bool(git("status", "--porcelain", "--untracked-files=no")),
+            dirty=bool(git("status", "--porcelain", "--", "*.py", ":!config")),  # of config the settings say all
             data_fingerprint=run.corpus.fingerprint, device=device_name(run.device), device_count=self.world,
             link="nccl" if run.device.type == "cuda" else "gloo" if self.world > 1 else None,
             n_params=count_parameters(run.model), vocab_size=run.shape.vocab_size,

@@ -339,7 +339,8 @@ def plot(runs, path):
     title = f"{len(runs)} runs" if several else f"{r.name} · {r.status}, step {r.step:,} · {r.verdict}"
     figure.text(0.05, 0.965, title, fontsize=16, fontweight="bold")
     figure.text(0.05, 0.94, f"{r.n_params or 0:,} parameters · {r.world} x {r.run.get('device')} · thick line: running "
-                "median, dots: val on eval_tokens, diamond: the last val" + ", on all" * (r.status == "finished"),
+                "median, dots: val on eval_tokens, diamond: the last val" +
+                ", on all" * all(run.status == "finished" for run in runs),
                 fontsize=11, color=GREY)
     figure.savefig(picture := io.BytesIO(), format="png")
     plt.close(figure)

@@ -502,12 +502,15 @@ def run_evaluation(run, limit):
     result = evaluate(run, "val", limit)
     if result is None:
         return None
-    seconds, total, part = time.time() - began, result.pop(""), limit < run.corpus.tokens("val")
+    seconds, total = time.time() - began, result.pop("")
+    each = limit / len(result)
+    part = any(run.corpus.sources("val")[name]["tokens"] > each for name in result)
     run.log.event("eval", step, **total, sources=result, seconds=seconds)
     run.log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "
                 f"{total['val_bpb']:.4f} (" + "; ".join(
                     f"{name} {r['val_loss']:.4f}, {r['val_ppl']:.2f}, {r['val_bpb']:.4f}"
-                    for name, r in result.items()) + ")" + f", on {limit:,} tokens" * part)
+                    for name, r in result.items()) + ")" + (
+                    f", on the first {each:,.0f} tokens of each source" if part else ""))
     run.log.start_report()
     return seconds
 
@@ -558,7 +561,7 @@ def end_by_guard(run, step, kind, message, x=None, y=None):
     if kind not in run.log.alarmed:
         run.log.event("alarm", step, kind=kind, message=message, action="stop: no update, no save")
     run.log.event("stop", step, reason="guard", exit_code=3, **peak_memory(run.device))
-    run.log.say(f"STOPPED by the guard at step {step}: {message}; no further update, no save")
+    run.log.say(f"STOPPED by the guard at step {step}: {message}; no further update or save")
     return 3
 
 

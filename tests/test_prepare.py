@@ -304,7 +304,7 @@ def test_corpus_names_the_token_of_an_id_outside_the_vocabulary(tmp_path):
 
 
 def test_corpus_says_what_is_missing(tmp_path):
-    with pytest.raises(Refused, match="run `python prepare.py` first"):
+    with pytest.raises(Refused, match="holds no finished data"):
         prepare.Corpus(f"{tmp_path}/nothing")
     folder = tiny_data(f"{tmp_path}/d")
     os.remove(f"{folder}/val.bin")
@@ -595,6 +595,25 @@ def test_wrong_settings_are_one_line_and_leave_no_data(tmp_path, words, why):
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data, ids: data[:ids] + bytes([data[ids] ^ 1]) + data[ids + 1:],
+    lambda data, ids: data[:ids - 1] + bytes([data[ids - 1] ^ 1]) + data[ids:],
+    lambda data, ids: data[:data.index(b"\n") + 1], lambda data, ids: data[:-2],
+], ids=["an id", "a row", "cut behind its line", "cut at its end"])
+def test_a_damaged_shard_is_refused_by_name_and_not_joined(tmp_path, damage):
+    write_jsonl(f"{tmp_path}/x/a.jsonl", prose(100, 12))
+    config = recipe(tmp_path, sources=[dict(name="x", path=f"{tmp_path}/x")])
+    run(config, code=9, patch=SMALL + "prepare.join = lambda *_: os._exit(9)")
+    path = f"{tmp_path}/data/parts/x.000001.shard"
+    data = open(path, "rb").read()
+    line = data.index(b"\n") + 1
+    ids = line + json.loads(data[:line])["documents"] * prepare.INDEX.itemsize
+    assert len(data) > ids > line
+    open(path, "wb").write(damage(data, ids))
+    assert f"{path} is damaged" in run(config, code=2, patch=SMALL)
+    assert not os.path.exists(f"{tmp_path}/data/meta.json")
 
 
 def test_killed_in_any_phase_it_continues_with_the_same_bytes_and_keeps_finished_shards(tmp_path):

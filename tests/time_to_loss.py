@@ -37,9 +37,9 @@ from model import IGNORE  # noqa: E402
 from process import Ranks, pick_device, pick_dtype  # noqa: E402
 from report import read_log  # noqa: E402
 
-OURS = ("--n_layer=6", "--n_embd=384", "--n_head=6", "--n_kv_head=2", "--ffn_hidden=1024", "--block_size=256",
-        "--micro_batch_size=8", "--global_batch_tokens=2048", "--optimizer=muon", "--learning_rate=6e-3",
-        "--warmup_steps=20")
+OURS = ("--device=cpu", "--n_layer=6", "--n_embd=384", "--n_head=6", "--n_kv_head=2", "--ffn_hidden=1024",
+        "--block_size=256", "--micro_batch_size=8", "--global_batch_tokens=2048", "--optimizer=muon",
+        "--learning_rate=6e-3", "--warmup_steps=20")
 THEIRS = ("config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--dropout=0.0", "--dataset=ours",
           "--block_size=256", "--batch_size=12", "--eval_iters=1", "--log_interval=1", "--always_save_checkpoint=True")
 

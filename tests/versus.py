@@ -85,7 +85,7 @@ def other(c):
         began = time.perf_counter()
         for micro in range(accumulation):
             batch = tokens[(len(times) * accumulation + micro) % 64].to(device)
-            with torch.autocast(device, torch.bfloat16, enabled=c.dtype == "bfloat16" and not plain):
+            with torch.autocast(device, getattr(torch, c.dtype), enabled=c.dtype != "float32" and not plain):
                 loss = loss_of(compiled, batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
             (loss / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
