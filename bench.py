@@ -166,7 +166,7 @@ def lines_of(c, found):
         f"tokens/s        {found['tokens_per_s']:,.0f}  ({r_low:,.0f} to {r_high:,.0f})",
         f"step            {found['step_ms']:,.1f} ms  ({s_low:,.1f} to {s_high:,.1f})",
         f"data wait       {found['data_ms']:.2f} ms, {found['data_ms'] / found['step_ms']:.2%} of a step",
-        f"first pass      {found['first_pass_s']:.1f} s, not in the figures above; {found['compiled']}",
+        f"first pass      {found['first_pass_s']:.1f} s, not in the figures above",
         f"peak memory     {memory / 2**30:.2f} GiB ({found['peak_memory_source']})" if memory else
         "peak memory     not measured: train.py was ended before it could say",
         f"matrix product  {found['matrix_tflops']:.4g} TFLOP/s (side {side}, {found['dtype']}, one device); the run "

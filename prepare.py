@@ -543,9 +543,8 @@ def prepare(settings):
         show(data_dir)
         return log.info("%s is finished and of this recipe: nothing to do", data_dir)
     if not settings.overwrite and not resumed and (begun or finished or os.path.exists(f"{data_dir}/train.bin")):
-        held = "data" if finished else "unfinished data" if begun else "a train.bin without meta.json, maybe"
-        raise Refused(f"{data_dir} holds {held} of another recipe, or its inputs changed: choose another --data_dir, "
-                      "or --overwrite=True")
+        raise Refused(f"{data_dir} holds data, finished or not, of another recipe, or the inputs changed: choose "
+                      "another --data_dir, or --overwrite=True")
     hub = [source for source in recipe["sources"] if source["hub"]]
     if hub and documents.hub_problem():
         raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {documents.hub_problem()}; the "

@@ -503,7 +503,7 @@ def run_evaluation(run, limit):
     if result is None:
         return None
     seconds, total = time.time() - began, result.pop("")
-    each = limit / max(1, len(result))
+    each = limit / len(result)
     part = any(run.corpus.sources("val")[name]["tokens"] > each for name in result)
     run.log.event("eval", step, **total, sources=result, seconds=seconds)
     run.log.say(f"step {step}: val loss {total['val_loss']:.4f}, perplexity {total['val_ppl']:.2f}, bits per byte "

@@ -117,7 +117,7 @@ def load(config_class, argv, doc="", positional=None):
 
     def take(key, value, origin):
         if key not in fields:
-            meant = [field for field in fields if re.sub(r"([a-z])[a-z]*_?", r"\1", field) == key]  # lr: learning_rate
+            meant = [field for field in fields if "".join(w[0] for w in field.split("_")) == key]  # lr: learning_rate
             near = (meant or difflib.get_close_matches(key, fields, n=1, cutoff=0))[0]
             raise Refused(f"{origin}: unknown key '{key}'; the nearest is '{near}' (--help lists all)")
         values[key] = convert(key, fields[key].type, value, origin)

@@ -103,7 +103,8 @@ def recorded(words):
         return real(model, decay)
     with (mock.patch.object(script, "parameter_groups", groups),
           mock.patch.object(script, "batch_crc", lambda x, y: (note(x, y), real_crc(x, y))[1]),
-          mock.patch.object(script, "evaluate", lambda *a: (note(), {"": dict(nothing)})[1])):
+          mock.patch.object(script, "evaluate", lambda run, *a: (note(), {
+              name: dict(nothing) for name in ("", *run.corpus.sources("val"))})[1])):
         branches.work(words)
 
 

@@ -10,7 +10,6 @@ every token of the same held-out documents. Updates are counted from the first o
 figure.
 """
 import importlib.util
-import math
 import os
 import pickle
 import re
@@ -31,10 +30,11 @@ sys.path.insert(0, HERE)
 
 import bench  # noqa: E402
 import prepare  # noqa: E402
+import sample  # noqa: E402
 import train  # noqa: E402
 from config import Refused, load, to_argv  # noqa: E402
 from model import IGNORE  # noqa: E402
-from process import Ranks, pick_device, pick_dtype  # noqa: E402
+from process import pick_device, pick_dtype  # noqa: E402
 from report import read_log  # noqa: E402
 
 OURS = ("--device=cpu", "--n_layer=6", "--n_embd=384", "--n_head=6", "--n_kv_head=2", "--ffn_hidden=1024",
@@ -70,7 +70,7 @@ def nanogpt_run(checkout, seed, steps):
 
 
 def nanogpt_loss(checkout, corpus, block_size):
-    """Nats a token of every held-out token under its checkpoint, by train.evaluate."""
+    """Nats a token of every held-out token under its checkpoint, by sample.score."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
@@ -80,13 +80,13 @@ def nanogpt_loss(checkout, corpus, block_size):
     model.load_state_dict(saved["model"])
 
     class Summed(torch.nn.Module):
+        shape, head_weight = SimpleNamespace(block_size=block_size), model.lm_head.weight
+
         def forward(self, x, y):
             logits, _ = model(x, y.masked_fill(y == IGNORE, -1))
             return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum")
-    return train.evaluate(SimpleNamespace(
-        c=SimpleNamespace(micro_batch_size=8, block_size=block_size), corpus=corpus, model=Summed(), ranks=Ranks(),
-        stop=SimpleNamespace(signum=0), token_bytes=np.ones(corpus.vocab_size), device=torch.device("cpu"),
-        autocast=lambda: torch.autocast("cpu", enabled=False)), "val", math.inf)[""]["val_loss"]
+    token_bytes = np.ones(corpus.vocab_size)  # bits per byte are not asked for
+    return sample.score(SimpleNamespace(dtype="float32"), Summed().eval(), corpus, "val", token_bytes)[""]["loss"]
 
 
 def ours_run(c, out_dir):
