@@ -94,7 +94,8 @@ def test_a_missing_package_is_one_line_naming_make_setup():
 
 
 @pytest.mark.parametrize("words, parts", [
-    ("--lr=1", ["the nearest is 'learning_rate'"]), ("--optimizer=sgd", ["adamw"]), ("--log_interval=0", ["log_interval", "at least 1"]),
+    ("--lr=1", ["the nearest is 'learning_rate'"]),
+    ("--optimizer=sgd", ["adamw"]), ("--log_interval=0", ["log_interval", "at least 1"]),
     ("--micro_batch_size=0", ["micro_batch_size", "at least 1"]), ("--grad_clip=-1", ["grad_clip"]),
     ("--min_lr=1", ["min_lr", "learning_rate"]), ("--beta2=1", ["beta2"]),
     ("--seed=4294967296", ["seed"]), ("--adam_eps=0", ["adam_eps"]), ("--out_dir=data", ["out_dir"]),
