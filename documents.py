@@ -220,7 +220,8 @@ def files_of(source):
 
 
 def records(source, path, start):
-    """(raw, bytes) of the records of a file from number `start` on: {field: value} of a parquet row, a line, or all."""
+    """(raw, bytes) of the records of a file from number `start` on. raw: bytes of a line, of the whole file or of a
+    text in a parquet column; {field: value} of a parquet row whose column holds something else."""
     if source["path"] == "python:topics":
         from pydoc_data.topics import topics
         yield from [(text.encode(), len(text)) for text in topics.values()][start:]
@@ -237,12 +238,15 @@ def records(source, path, start):
             column = source["text_field"].partition(".")[0]
             if column not in rows.schema_arrow.names:
                 raise Refused(f"{path} has no field '{column}', only {', '.join(rows.schema_arrow.names)}")
+            is_text = (column == source["text_field"]
+                       and re.fullmatch("(large_)?(string|binary)", str(rows.schema_arrow.field(column).type)))
             for group in range(rows.num_row_groups):
                 if start >= (count := rows.metadata.row_group(group).num_rows):
                     start -= count
                     continue
                 for batch in rows.iter_batches(64, [group], [column]):
-                    yield from ((row, batch.nbytes // len(batch)) for row in batch.to_pylist()[start:])
+                    values = batch[0].cast(pyarrow.binary()) if is_text else batch  # workers decode
+                    yield from ((row, batch.nbytes // len(batch)) for row in values.to_pylist()[start:])
                     start = max(0, start - len(batch))
             return
         if packed := {"gz": "gzip", "zst": "zstd"}.get(path.lower().rpartition(".")[2]):

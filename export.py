@@ -99,11 +99,6 @@ def read_llama(path):
 
 # ---- the tokenizer
 
-# tokenizers' regex engine has no possessive quantifiers. Here none of them matters: what is not given back, nothing
-# behind could take. Split alike at every code point, in eight surroundings each (1.7M strings).
-PATTERN = prepare.PATTERN.replace("]?+", "]?").replace("]++", "]+")
-
-
 def tokenizer_json(tokenizer, shape):
     """The tokenizer in the format of the `tokenizers` library. Raises Refused where that can't hold it."""
     if tokenizer.pattern != prepare.PATTERN:
@@ -118,7 +113,7 @@ def tokenizer_json(tokenizer, shape):
     merges = [[pieces[piece[:i]], pieces[piece[i:]]] for piece in pieces for i in range(1, len(piece))
               if piece[:i] in pieces and piece[i:] in pieces]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    split = dict(type="Split", pattern=dict(Regex=PATTERN), behavior="Isolated", invert=False)
+    split = dict(type="Split", pattern=dict(Regex=prepare.PATTERN), behavior="Isolated", invert=False)
     return dict(
         version="1.0", decoder=byte_level, pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
         added_tokens=[dict(id=shape.eot_id, content=prepare.EOT, special=True, normalized=False, single_word=False,

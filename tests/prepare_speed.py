@@ -1,13 +1,15 @@
-"""What prepare.py reaches of bare encoding: the whole pipeline, then `encode_ordinary` alone in as many processes on
-the same text, in turn.
+"""What prepare.py reaches of bare encoding: the whole pipeline behind its tokenizer, `encode_ordinary` alone in as many
+processes on the same text, and that under the split pattern as it was published.
 
     python tests/prepare_speed.py --docs=FOLDER --rounds=5      documents as prepare.py takes them; 250 MB or more
 
-Prints for each round the seconds of the stages, the share that is reached once the tokenizer is trained, and the peak
-memory of the main process.
+They work in turn, two seconds each while the others are stopped, so that a machine that slows down slows all of them.
+Prints for each round the seconds of each, the shares that are reached, and the peak memory of the main process.
 """
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,68 +26,100 @@ import documents  # noqa: E402
 import prepare  # noqa: E402
 from config import Refused, load  # noqa: E402
 
+PUBLIC = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+          r"|\s+(?!\S)|\s+")  # cl100k
+TURN_S = 2.0
+
 
 @dataclass(frozen=True)
 class Config:
     docs: str = ""  # a folder of documents
     vocab_size: int = 32_000  # ids
-    rounds: int = 3  # both sides run this often, in turn
+    rounds: int = 3  # the whole of it so often
 
 
-def pipeline(c, data_dir):
-    """(seconds of sample and tokenizer, of reading to encoding, of the join; peak bytes of the main process)."""
-    words = [f"--docs={os.path.abspath(c.docs)}", f"--data_dir={data_dir}", f"--vocab_size={c.vocab_size}"]
-    process = subprocess.Popen([sys.executable, f"{HERE}/prepare.py", *words], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    marks, peak = [time.time()], 0
-    while process.poll() is None:
-        done = f"{data_dir}/parts/{('tokenizer.tiktoken', 'train.bin', 'meta.json')[min(len(marks) - 1, 2)]}"
-        if len(marks) < 3 and os.path.exists(done):
-            marks.append(time.time())
-        with open(f"/proc/{process.pid}/statm") as f:
-            peak = max(peak, int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE"))
-        time.sleep(0.02)
-    marks += [time.time()] * (4 - len(marks))
-    if process.returncode:
-        raise Refused(f"prepare.py ended with {process.returncode}: try it by hand with {' '.join(words)}")
-    return *np.diff(marks), peak
-
-
-def bare(number, data_dir, barrier, answer):
+def bare(number, parts, pattern, barrier):
     """Encodes every process_count()-th document, all of them in memory before the clock starts."""
-    encoding, texts = prepare.encoding_of(data_dir), []
-    for source in prepare.Corpus(data_dir, check=False).meta["recipe"]["sources"]:
+    encoding, texts = prepare.make_encoding(prepare.read_ranks(parts), pattern), []
+    for source in prepare.read_json(f"{parts}/recipe.json")["sources"]:
         for batch, *_ in documents.batches(source, documents.files_of(source)):
             for at, (_, text, *_) in enumerate(documents.usable(batch, source, True, Counter())):
                 if at % prepare.process_count() == number:
                     texts.append(text)
-    size = sum(len(text.encode()) for text in texts)
     barrier.wait()
-    began = time.time()
     for text in texts:
         for start in range(0, len(text), prepare.PIECE_CHARS):
             encoding.encode_ordinary(text[start:start + prepare.PIECE_CHARS])
-    answer.put((time.time() - began, size))
+
+
+def tell(pids, signum):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def one_round(c, data_dir):
+    """({tokenizer, bare, public, ours: seconds}, peak bytes of prepare.py's main process); ours: all but the tokenizer.
+    """
+    words = [f"--docs={os.path.abspath(c.docs)}", f"--data_dir={data_dir}", f"--vocab_size={c.vocab_size}"]
+    parts, spawn, count = f"{data_dir}/parts", multiprocessing.get_context("spawn"), prepare.process_count()
+    seconds, peak = Counter(), 0
+    ours = subprocess.Popen([sys.executable, f"{HERE}/prepare.py", *words], stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL, start_new_session=True)
+    barrier = spawn.Barrier(2 * count + 1)
+    others = {name: [spawn.Process(target=bare, args=(i, parts, pattern, barrier)) for i in range(count)]
+              for name, pattern in (("bare", prepare.PATTERN), ("public", PUBLIC))}
+
+    def turn(name, running, over):
+        """Counts the time under `name` until over(), or the end of what is running()."""
+        nonlocal peak
+        began = time.time()
+        while running() and not over(time.time() - began):
+            if ours.poll() is None:
+                with open(f"/proc/{ours.pid}/statm") as f:
+                    peak = max(peak, int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE"))
+            time.sleep(0.01)
+        seconds[name] += time.time() - began
+
+    try:
+        turn("tokenizer", lambda: ours.poll() is None, lambda _: os.path.exists(f"{parts}/tokenizer.tiktoken"))
+        tell([-ours.pid], signal.SIGSTOP)  # with its workers
+        sides = dict(ours=([-ours.pid], lambda: ours.poll() is None))
+        for name, processes in others.items():
+            for process in processes:
+                process.start()
+            sides[name] = [p.pid for p in processes], lambda processes=processes: any(p.is_alive() for p in processes)
+        barrier.wait()
+        tell([*sides["bare"][0], *sides["public"][0]], signal.SIGSTOP)
+        while any(running() for _, running in sides.values()):
+            for side, (pids, running) in sides.items():
+                tell(pids, signal.SIGCONT)
+                turn(side, running, lambda s: s > TURN_S)
+                tell(pids, signal.SIGSTOP)
+    finally:
+        tell([-ours.pid], signal.SIGKILL)
+        for process in [*others["bare"], *others["public"]]:
+            process.kill()
+    if ours.returncode:
+        raise Refused(f"prepare.py ended with {ours.returncode}: try it by hand with {' '.join(words)}")
+    return seconds, peak
 
 
 def main():
-    c = load(Config, sys.argv[1:], __doc__)
+    c, shares = load(Config, sys.argv[1:], __doc__), dict(bare=[], public=[])
     if not os.path.isdir(c.docs):
         raise Refused(f"--docs={c.docs} must name a folder of documents")
-    spawn, shares, count = multiprocessing.get_context("spawn"), [], prepare.process_count()
     for number in range(c.rounds):
         with tempfile.TemporaryDirectory(prefix="prepare_speed.") as data_dir:
-            tokenizer, encode, join, peak = pipeline(c, data_dir)
-            barrier, answer = spawn.Barrier(count), spawn.SimpleQueue()
-            processes = [spawn.Process(target=bare, args=(i, data_dir, barrier, answer)) for i in range(count)]
-            for process in processes:
-                process.start()
-            seconds, sizes = zip(*(answer.get() for _ in processes), strict=True)
-        shares.append(max(seconds) / (encode + join))
-        print(f"round {number + 1}  {sum(sizes) / 1e6:,.1f} MB  tokenizer {tokenizer:.1f} s  encode {encode:.1f} s  "
-              f"join {join:.1f} s  bare {max(seconds):.1f} s  reached {shares[-1]:.0%}  memory "
-              f"{peak / 1e6:,.0f} MB", flush=True)
-    print(f"median {np.median(shares):.0%} of bare encoding in {count} processes")
+            seconds, peak = one_round(c, data_dir)
+            meta = prepare.read_json(f"{data_dir}/meta.json")
+        size = sum(source["bytes"] for split in meta["splits"].values() for source in split.values())
+        print(f"round {number + 1}  {size / 1e6:,.1f} MB  " + "".join(f"{name} {s:.1f} s  " for name, s in
+                                                                  seconds.items()) + f"memory {peak / 1e6:,.0f} MB")
+        for name, found in shares.items():
+            found.append(seconds[name] / seconds["ours"])
+            print(f"  {found[-1]:.0%} of {name} encoding in {prepare.process_count()} processes, median so far "
+                  f"{np.median(found):.0%}", flush=True)
 
 
 if __name__ == "__main__":

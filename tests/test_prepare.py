@@ -19,8 +19,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import regex
 import tiktoken
 from conftest import train_here
+from prepare_speed import PUBLIC
 
 import documents
 import prepare
@@ -213,6 +215,18 @@ def test_the_screen_shows_the_table_what_was_dropped_pieces_and_the_next_command
                    for line in out.splitlines() if line.startswith("web"))
     assert "1 not_utf8" in out and "latin1.txt" in out and "iconv" in out and ".png" in out
     assert out.count("train.bin from token") == 3 and f"next: python train.py --data_dir={folder}/data" in out
+
+
+def test_the_split_is_that_of_the_public_pattern():
+    draw = random.Random(1)
+    alphabet = [*"aZ '.!_-\n\r\t093s\u2019\u3000\xa0\u2028\u0663\xb2\u4f60\u0130\U0001f600", "'s", "'LL", "e\u0301"]
+    texts = ["".join(draw.choices(alphabet, k=draw.randint(1, 12))) for _ in range(20_000)]
+    texts += [f"a {chr(i)}b {chr(i)}{chr(i)}\n1{chr(i)}" for i in range(0x3100) if not 0xd800 <= i < 0xe000]
+    pieces = [regex.findall(PUBLIC, text) for text in texts]
+    ranks = [bytes([i]) for i in range(256)]
+    ranks += sorted({piece.encode() for some in pieces for piece in some} - {*ranks})  # another split: other ids
+    public, ours = prepare.make_encoding(ranks, PUBLIC), prepare.make_encoding(ranks)
+    assert [ours.encode_ordinary(text) for text in texts] == [public.encode_ordinary(text) for text in texts]
 
 
 def test_ids_are_those_of_tiktoken_on_the_file_of_ranks(mixed):
@@ -503,6 +517,27 @@ def test_each_malformed_line_is_refused_by_file_and_line():
             documents.text_of("some/x.jsonl.gz:17", line.encode(), "text")
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "large_binary"])
+def test_a_column_of_text_gives_the_same_documents_however_parquet_stores_it(tmp_path, kind):
+    texts = prose(20, 40)
+
+    def found(field, values):
+        column = pyarrow.array(values, kind.replace("string", "binary")).view(kind)  # bytes as they are, UTF-8 or not
+        pyarrow.parquet.write_table(pyarrow.table(dict(text=column)), f"{tmp_path}/x.parquet", row_group_size=7)
+        source = {**documents.RECORD, "path": f"{tmp_path}/x.parquet", "hub": False, "held_out": 0.1,
+                  "text_field": field}
+        tally, usable = Counter(), []
+        for batch, *_ in documents.batches(source, [source["path"]]):
+            usable += documents.usable(batch, source, True, tally)
+        return [text for _, text, *_ in usable], +tally
+
+    values = [text.encode() for text in texts]
+    kept, tally = found("text", [*values, None, b"", b"a few words, then half a sign \xe4\xbd"])
+    assert kept == texts
+    assert [tally[f"dropped {reason}"] for reason in ("malformed", "empty", "not_utf8")] == [1, 1, 1]
+    assert found("text.content", values) == ([], {"dropped malformed": len(values)})
+
+
 def test_a_malformed_line_stops_the_run_or_is_skipped_and_counted_on_request(tmp_path):
     texts = prose(120, 10)
     lines = [json.dumps(dict(text=text)) for text in texts]
@@ -755,7 +790,7 @@ def test_a_stream_continues_from_every_state_with_the_records_that_follow(tmp_pa
     files = documents.files_of(source)
     whole = [(batch, json.loads(json.dumps(state))) for batch, _, state in documents.batches(source, files)]
     rows = [raw for batch, _ in whole for *_, raw in batch][:320]
-    assert [row["text"] for row in rows] == prose(160, 20) + prose(160, 21) and len(whole) > 10
+    assert [row.decode() for row in rows] == prose(160, 20) + prose(160, 21) and len(whole) > 10
     for i, (_, state) in enumerate(whole[:-1]):
         rest = documents.batches(source, files, state)
         assert [batch for batch, _, _ in rest] == [batch for batch, _ in whole[i + 1:]]
