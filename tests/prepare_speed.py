@@ -66,9 +66,7 @@ def one_round(c, data_dir):
     seconds, peak = Counter(), 0
     ours = subprocess.Popen([sys.executable, f"{HERE}/prepare.py", *words], stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL, start_new_session=True)
-    barrier = spawn.Barrier(2 * count + 1)
-    others = {name: [spawn.Process(target=bare, args=(i, parts, pattern, barrier)) for i in range(count)]
-              for name, pattern in (("bare", prepare.PATTERN), ("public", PUBLIC))}
+    sides, barrier = dict(ours=([-ours.pid], lambda: ours.poll() is None)), spawn.Barrier(2 * count + 1)
 
     def turn(name, running, over):
         """Counts the time under `name` until over(), or the end of what is running()."""
@@ -82,15 +80,17 @@ def one_round(c, data_dir):
         seconds[name] += time.time() - began
 
     try:
-        turn("tokenizer", lambda: ours.poll() is None, lambda _: os.path.exists(f"{parts}/tokenizer.tiktoken"))
+        turn("tokenizer", sides["ours"][1], lambda _: os.path.exists(f"{parts}/tokenizer.tiktoken"))
         tell([-ours.pid], signal.SIGSTOP)  # with its workers
-        sides = dict(ours=([-ours.pid], lambda: ours.poll() is None))
-        for name, processes in others.items():
-            for process in processes:
-                process.start()
-            sides[name] = [p.pid for p in processes], lambda processes=processes: any(p.is_alive() for p in processes)
-        barrier.wait()
-        tell([*sides["bare"][0], *sides["public"][0]], signal.SIGSTOP)
+        if ours.poll() is None:
+            for name, pattern in (("bare", prepare.PATTERN), ("public", PUBLIC)):
+                some = [spawn.Process(target=bare, args=(i, parts, pattern, barrier)) for i in range(count)]
+                for process in some:
+                    process.start()
+                sides[name] = [process.pid for process in some], lambda some=some: any(p.is_alive() for p in some)
+            barrier.wait()
+        for pids, _ in sides.values():
+            tell(pids, signal.SIGSTOP)
         while any(running() for _, running in sides.values()):
             for side, (pids, running) in sides.items():
                 tell(pids, signal.SIGCONT)
@@ -98,7 +98,7 @@ def one_round(c, data_dir):
                 tell(pids, signal.SIGSTOP)
     finally:
         tell([-ours.pid], signal.SIGKILL)
-        for process in [*others["bare"], *others["public"]]:
+        for process in multiprocessing.active_children():
             process.kill()
     if ours.returncode:
         raise Refused(f"prepare.py ended with {ours.returncode}: try it by hand with {' '.join(words)}")
@@ -114,8 +114,8 @@ def main():
             seconds, peak = one_round(c, data_dir)
             meta = prepare.read_json(f"{data_dir}/meta.json")
         size = sum(source["bytes"] for split in meta["splits"].values() for source in split.values())
-        print(f"round {number + 1}  {size / 1e6:,.1f} MB  " + "".join(f"{name} {s:.1f} s  " for name, s in
-                                                                  seconds.items()) + f"memory {peak / 1e6:,.0f} MB")
+        took = "".join(f"{name} {s:.1f} s  " for name, s in seconds.items())
+        print(f"round {number + 1}  {size / 1e6:,.1f} MB  {took}memory {peak / 1e6:,.0f} MB")
         for name, found in shares.items():
             found.append(seconds[name] / seconds["ours"])
             print(f"  {found[-1]:.0%} of {name} encoding in {prepare.process_count()} processes, median so far "
