@@ -221,7 +221,7 @@ def files_of(source):
 
 def records(source, path, start):
     """(raw, bytes) of the records of a file from number `start` on. raw: bytes of a line, of the whole file or of a
-    text in a parquet column; {field: value} of a parquet row whose column holds something else."""
+    text in a parquet column, None for a null there; {field: value} of a parquet column of anything else."""
     if source["path"] == "python:topics":
         from pydoc_data.topics import topics
         yield from [(text.encode(), len(text)) for text in topics.values()][start:]
@@ -236,16 +236,16 @@ def records(source, path, start):
             import pyarrow.parquet
             rows = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)  # one page after the other
             column = source["text_field"].partition(".")[0]
-            if column not in rows.schema_arrow.names:
-                raise Refused(f"{path} has no field '{column}', only {', '.join(rows.schema_arrow.names)}")
-            is_text = (column == source["text_field"]
-                       and re.fullmatch("(large_)?(string|binary)", str(rows.schema_arrow.field(column).type)))
+            if column not in (names := rows.schema_arrow.names):
+                raise Refused(f"{path} has no field '{column}', only {', '.join(names)}")
+            is_text = column == source["text_field"] and str(rows.schema_arrow.types[names.index(column)]) in (
+                "string", "large_string")
             for group in range(rows.num_row_groups):
                 if start >= (count := rows.metadata.row_group(group).num_rows):
                     start -= count
                     continue
                 for batch in rows.iter_batches(64, [group], [column]):
-                    values = batch[0].cast(pyarrow.binary()) if is_text else batch  # workers decode
+                    values = batch[0].cast(pyarrow.large_binary()) if is_text else batch  # workers decode
                     yield from ((row, batch.nbytes // len(batch)) for row in values.to_pylist()[start:])
                     start = max(0, start - len(batch))
             return

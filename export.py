@@ -113,7 +113,7 @@ def tokenizer_json(tokenizer, shape):
     merges = [[pieces[piece[:i]], pieces[piece[i:]]] for piece in pieces for i in range(1, len(piece))
               if piece[:i] in pieces and piece[i:] in pieces]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    split = dict(type="Split", pattern=dict(Regex=prepare.PATTERN), behavior="Isolated", invert=False)
+    split = dict(type="Split", pattern=dict(Regex=prepare.FAST), behavior="Isolated", invert=False)
     return dict(
         version="1.0", decoder=byte_level, pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
         added_tokens=[dict(id=shape.eot_id, content=prepare.EOT, special=True, normalized=False, single_word=False,

@@ -55,12 +55,14 @@ SAMPLE_BYTES = 32 << 20  # a source's part in the tokenizer sample, 3 times that
 # that memory, Chinese 30 times. Measured on held-out text: 8 to 28 MB of English gain 1.4% bytes a token
 PIECE_CHARS = 200_000  # encoded at once; tiktoken's regex engine overflows its stack on 1M white-space characters
 EOT = "<|endoftext|>"
-# Splits as the public cl100k pattern does: words, numbers of up to three digits, runs of marks, white space. Without
-# its possessive quantifiers, which change nothing, and with all that needs no look-ahead in one group, which tiktoken's
-# engine then tries at once: a MB of English takes 65 ms instead of 94, Chinese 88 instead of 120, code 54 instead of
-# 100 (medians over 20 MB, in turn).
-PATTERN = (r"(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n])"
-           r"|\s+(?!\S)|\s+")
+# The public cl100k split pattern, as tiktoken 0.7 has it: words, numbers of up to three digits, runs of marks, spaces.
+PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+           r"|\s*[\r\n]|\s+(?!\S)|\s+")
+# The same splits: without the possessive quantifiers, which change nothing, and with all that needs no look-ahead in
+# one group, which tiktoken's engine tries at once. A MB of English takes 65 ms instead of 94, Chinese 88 instead of
+# 120, code 54 instead of 100 (medians over 20 MB, in turn).
+FAST = (r"(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n])"
+        r"|\s+(?!\S)|\s+")
 INDEX = np.dtype([("digest", "S16"), ("split", "u1"), ("tokens", "<u4"), ("bytes", "<u4")])  # a document of a shard
 log = logging.getLogger("prepare")
 
@@ -189,7 +191,8 @@ def read_ranks(folder, sha256=None):
 
 def make_encoding(ranks, pattern=PATTERN):
     import tiktoken  # its encode_to_numpy looks for special tokens; where there is none it stops at every character
-    return tiktoken.Encoding("nanobase", pat_str=pattern, special_tokens={EOT: len(ranks)},
+    return tiktoken.Encoding("nanobase", pat_str=FAST if pattern == PATTERN else pattern,
+                             special_tokens={EOT: len(ranks)},
                              mergeable_ranks={piece: rank for rank, piece in enumerate(ranks)})
 
 
@@ -331,7 +334,7 @@ def train_tokenizer(recipe, parts, skip_bad):
     log.info("tokenizer: training %d ids on %d documents, %.1f MB", recipe["vocab_size"], len(sample),
              sum(len(text.encode()) for text in sample) / 1e6)
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(sample), recipe["vocab_size"] - 1, pattern=PATTERN)
+    trainer.train_from_iterator(iter(sample), recipe["vocab_size"] - 1, pattern=FAST)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     if len(ranks) + 1 < recipe["vocab_size"] and not recipe["fallback"]:
         shutil.rmtree(parts, ignore_errors=True)  # the corrected command must find the folder free
