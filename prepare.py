@@ -570,7 +570,7 @@ def prepare(settings):
             write_atomically(f"{parts}/recipe.json", json.dumps(recipe).encode())
         if not os.path.exists(f"{parts}/meta.json"):
             # workers with huge pages, where glibc and Linux have them: encoding jumps about in its table of tokens, and
-            # took 5% longer with small ones (two processes, 267 MB, in turn)
+            # took 5% longer with small ones (two processes, in turn)
             os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
             spawn = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(process_count(), spawn, start_worker) as pool:
