@@ -99,10 +99,11 @@ def run_train(command, out_dir, seconds):
     if len(measured(rows)) < FEWEST:
         with open(output, errors="replace") as f:
             said = f.read().splitlines()
-        refused = [line for line in said if line.startswith("train.py: ")]  # torchrun hides the exit code 2
+        lost = [line for line in said if "out of memory" in line][:1]  # torchrun's own words may follow
+        refused = [line for line in said if line.startswith("train.py: ") and not lost]  # it hides the exit code 2
         if child.returncode == 2 or refused:
             raise Refused("; ".join(refused) or "; ".join(said[-3:]))
-        raise Failed("\n".join(said[-20:]))
+        raise Failed("\n".join(lost + said[-20:]))
     return rows, read_json(os.path.join(out_dir, "run.json"))
 
 
@@ -114,13 +115,15 @@ def spread(steps, key):
 def matrix_product_tflops(device, dtype, seconds):
     """Median rate in TFLOP/s of a square product in `dtype` on `device` ("cuda" or "cpu"); the first doesn't count."""
     torch.set_float32_matmul_precision("high")  # as train.py
-    n = MATRIX[device]
+    n, repeats = MATRIX[device], 10 if device == "cuda" else 1  # to launch one takes long beside it there
     a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in range(2))
     times, end = [], time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
         began = time.perf_counter()
-        (a @ b)[0, 0].item()  # waits for the device
-        times.append(time.perf_counter() - began)
+        for _ in range(repeats):
+            product = a @ b
+        product[0, 0].item()  # waits for the device
+        times.append((time.perf_counter() - began) / repeats)
     return 2 * n**3 / float(np.median(times[1:])) / 1e12
 
 
@@ -233,6 +236,8 @@ def sweep(c, world, measure):
     lines, best = ["micro  compile  checkpointing  devices       tokens/s       peak memory speed-up efficiency"], None
 
     def row(c, n, alone=None):
+        few = n * max(32, c.micro_batch_size) * c.block_size  # stand for a step that may take 20 s
+        c = replace(c, global_batch_tokens=min(few, c.global_batch_tokens))
         head = f"{c.micro_batch_size:<6} {c.compile!s:<8} {c.activation_checkpointing!s:<14} {n:<7}"
         try:
             found = measure(c, n)

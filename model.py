@@ -90,7 +90,7 @@ def attend(q, k, v, mask):
         return attend_in_blocks(q, k, v)
     if T == 1:  # the heads of a group stand as the queries of their KV head: nothing is expanded
         q = q.reshape(B, n_kv_head, -1, head_dim)
-    elif mask is not None:  # the kernels for masks know no grouped heads: expand
+    elif mask is not None or (q.dtype == torch.float32 and q.is_cuda):  # these kernels know no grouped heads: expand
         k, v = (t.repeat_interleave(n_head // n_kv_head, dim=1) for t in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                        enable_gqa=k.shape[1] != q.shape[1])

@@ -7,6 +7,7 @@ Exit code 0 when nothing failed, 1 when something did, 2 when the settings are r
 the run itself is not begun. Every key of train.py is taken; the last ones of --help are this script's own.
 """
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -50,14 +51,17 @@ class Config:  # main() puts these behind the keys of train.Config
 
 def estimated_memory(c, s, n_params):
     """Bytes of one process: weights, gradients, moments (under autocast also in 16 bit), what backward keeps, logits.
-    What is kept was counted by saved_tensors_hooks, eagerly on a CPU; compiled layers keep less."""
-    size = 4 if c.dtype == "float32" else 2
-    layer = 32 * s.n_embd + size * (2 * s.n_embd // s.n_head * s.n_kv_head + 4 * s.ffn_hidden)
+    What is kept was counted by saved_tensors_hooks on a CPU; compiled layers make anew what is cheap to make."""
+    size, kv_dim = 4 if c.dtype == "float32" else 2, s.n_embd // s.n_head * s.n_kv_head
+    layer = 32 * s.n_embd + size * (2 * kv_dim + 4 * s.ffn_hidden)
+    logit = 10
+    if c.compile:
+        layer, logit = (4 + 5 * size) * s.n_embd + size * (2 * kv_dim + 3 * s.ffn_hidden), 2 * size
     if c.device == "cpu" and s.block_size <= SHORT:  # attend_in_blocks keeps five eighths of T x T weights a head
         layer += size * s.n_embd + (4 if size == 4 else 6) * s.n_head * s.block_size * 5 // 8
     kept = 4 * s.n_embd * s.n_layer + layer if c.activation_checkpointing else layer * s.n_layer
     return ((16 if size == 4 else 18) * n_params +
-            c.micro_batch_size * s.block_size * (kept + 12 * s.n_embd + 10 * s.vocab_size / c.loss_chunks))
+            c.micro_batch_size * s.block_size * (kept + 12 * s.n_embd + logit * s.vocab_size / c.loss_chunks))
 
 
 def free_memory(device):
@@ -87,12 +91,13 @@ def place(p):
     shutil.rmtree(f"{p.folder}/write")
     yield True, f"{said.split(maxsplit=1)[1]}; {size / p.save_s / 1e6:,.0f} MB/s"
 
-    need = estimated_memory(p.small, p.shape, p.n_params)
+    need = estimated_memory(p.small, p.shape, p.n_params)  # the checks do not compile
+    compiled = estimated_memory(replace(p.small, compile=p.c.compile), p.shape, p.n_params)
     fits = False if p.too_large else need < 0.95 * p.free or None
     advice = "" if fits else ": a smaller model" if p.too_large else (
         ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True")
-    yield fits, (f"{p.world} x {device_name(p.device)}; each needs about {need / 2**30:.2f} GiB, "
-                 f"{p.free / 2**30:.1f} are free{advice}")
+    yield fits, (f"{p.world} x {device_name(p.device)}; each needs about {need / 2**30:.2f} GiB, compiled "
+                 f"{compiled / 2**30:.2f}, {p.free / 2**30:.1f} are free{advice}")
 
 
 def scan(corpus, split, weight):
@@ -214,6 +219,7 @@ def batch(p):
     run.c = c = replace(run.c, out_dir=f"{p.folder}/reload")
     saved, here = train.save(run, "step"), train.first_pass(run, x, y)
     del run, x, y, before
+    gc.collect()
     torch.cuda.empty_cache()  # the memory is for the other process
     child(c, 1)
     there = prepare.read_json(f"{c.out_dir}/run.json")["initial_loss"]  # before it makes a step
@@ -367,7 +373,8 @@ about the real shape where a line says [2 layers x 128], nor about steps of more
 
 def ask(p, part, rows):
     """Adds the rows of a part to `rows` and shows them."""
-    torch.cuda.empty_cache()  # what the part before it held
+    gc.collect()  # what the part before it held
+    torch.cuda.empty_cache()
     function, costs = CHECKS[part]
     answers, needed = function(p), () if part in ("place", "data") else ("out_dir", "disk", "files")
     missing = [row["check"] for row in rows if row["check"] in needed and row["result"] in ("FAIL", "not run")]

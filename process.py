@@ -5,6 +5,7 @@ train.py is the loop; what surrounds a loop on any machine stands here.
 import contextlib
 import ctypes
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -99,16 +100,17 @@ def pick_dtype(c, device):
 
 
 def why_no_compile(device):
-    """None, or what a CPU lacks for torch.compile. Raises Refused on a GPU without triton."""
-    if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            raise Refused("torch.compile needs triton on a GPU: install it, or say --compile=False") from None
-    elif not shutil.which(os.environ.get("CXX", "g++")):
-        return "no C++ compiler (apt-get install g++)"
-    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "no Python.h (apt-get install python3-dev)"
+    """None, or what a CPU lacks for torch.compile. Raises Refused where a GPU lacks it: eager steps cost money."""
+    gpu = device.type == "cuda"  # there triton builds its launchers in C
+    usual = "g++" if not gpu else "gcc" if shutil.which("gcc") else "clang"
+    compiler = os.environ.get("CC" if gpu else "CXX") or usual
+    lacking = ("no triton (pip install triton)" if gpu and not importlib.util.find_spec("triton") else
+               "no C++ compiler (apt-get install g++)" if not shutil.which(compiler.split()[0]) else
+               "no Python.h (apt-get install python3-dev)" if not os.path.exists(
+                   os.path.join(sysconfig.get_paths()["include"], "Python.h")) else None)
+    if gpu and lacking:
+        raise Refused(f"torch.compile can't work here: {lacking}; or say --compile=False")
+    return lacking
 
 
 def device_name(device):

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside a training on two 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fluency
 import prepare
@@ -82,6 +83,7 @@ def prefill(model, contexts):
 
 
 @torch.inference_mode()
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # cuDNN plans each length
 def generate(model, prompts, max_new_tokens, temperature, top_k, top_p, rngs, allowed=None, emit=None):
     """Continue B prompts (lists of at least one id): B lists of new ids, an end-of-text being the last of its list.
 

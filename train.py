@@ -474,6 +474,8 @@ def build(c, ranks, stop, log, device, corpus, saved):
     log.say("\n".join([*lines, check_room(c, n_params)]))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
+    if c.doc_mask:  # the backward of cuDNN's attention under a mask gives NaN in some shapes (torch 2.11 to 2.13)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
     if not saved and c.init_from not in ("auto", "scratch"):
         weights, other, source = load_weights(c.init_from)
@@ -489,6 +491,7 @@ def build(c, ranks, stop, log, device, corpus, saved):
     if c.compile and (lacking := why_no_compile(device)):
         log.say(f"not compiled: {lacking}")
     elif c.compile:
+        torch._dynamo.config.optimize_ddp = False  # it cuts each layer in three; DDP overlaps layer by layer anyway
         for layer in model.layers:
             layer.compile()
         model.head_loss = torch.compile(head_loss)
@@ -765,7 +768,7 @@ def train(c, ranks, stop, log):
         for optimizer in run.optimizers:
             if not skipped:
                 scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=ranks.world == 1)  # else gradients leave DDP's buckets and are copied back
         scaler.update()
         stop.ready = True
         state.update(step=step, windows=state["windows"] + batches.per_step, updates=state["updates"] + (not skipped),

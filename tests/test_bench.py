@@ -124,6 +124,15 @@ def test_a_refusal_and_a_crash_of_train_keep_their_meaning(tmp_path):
         bench.run_train([sys.executable, "-c", "raise ValueError('boom')"], str(tmp_path), 1.0)
 
 
+def test_the_real_loop_out_of_memory_ends_a_row_of_the_sweep_and_not_the_sweep(data_dir, tmp_path):
+    limited = (f"import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
+               f"sys.path.insert(0, {bench.HERE!r}); import train; train.main()")
+    words = [word for word in TINY if "vocab" not in word] + [f"--data_dir={data_dir}", f"--out_dir={tmp_path}"]
+    words += ["--micro_batch_size=16384", "--global_batch_tokens=524288"]
+    with pytest.raises(bench.Failed, match="rank 0 is out of memory"):
+        bench.run_train([sys.executable, "-c", limited, *words], str(tmp_path), 1.0)
+
+
 def test_a_sweep_survives_out_of_memory_and_takes_the_fastest_micro_batch():
     asked = []
 

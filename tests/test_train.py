@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -191,6 +192,24 @@ def test_float16_on_a_cpu_and_bfloat16_train_and_log_the_scale(data_dir, tmp_pat
     first, last = rows(tmp_path / "float16")[0], json.load(open(tmp_path / "float16" / "run.json"))
     skipped = sum(row["skipped"] for row in rows(tmp_path / "float16"))
     assert first["loss_scale"] > 1 and last["steps"] == 8 and last["updates"] == 8 - skipped
+
+
+@pytest.mark.parametrize("lacks, package", [("compiler", "g++"), ("header", "python3-dev"), ("triton", "triton")])
+def test_what_torch_compile_lacks_is_named_a_cpu_goes_on_eagerly_and_a_gpu_is_refused(
+        data_dir, tmp_path, monkeypatch, capsys, lacks, package):
+    if lacks == "compiler":
+        monkeypatch.setenv("CC", "no-such-compiler -O2")
+        monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    elif lacks == "header":
+        monkeypatch.setattr(process.sysconfig, "get_paths", lambda: dict(include="/nowhere"))
+    with monkeypatch.context() as patch, pytest.raises(Refused, match=re.escape(package)):
+        patch.setattr(process.importlib.util, "find_spec", lambda name: lacks != "triton")
+        process.why_no_compile(torch.device("cuda"))
+    if lacks != "triton":
+        assert train_here(data_dir, tmp_path, "--compile=True", "--max_steps=1") == 0
+        assert f"not compiled: {process.why_no_compile(torch.device('cpu'))}" in capsys.readouterr().out
+        assert package in process.why_no_compile(torch.device("cpu"))
+        assert rows(tmp_path, "run_start")[0]["compiled"] == "eager"
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])

@@ -79,12 +79,12 @@ def other(c):
     optimizer = torch.optim.AdamW([dict(params=groups[0], weight_decay=0.1), dict(params=groups[1], weight_decay=0.0)],
                                   lr=3e-4, betas=(0.9, 0.95), fused=not plain)
     compiled = model if plain else torch.compile(model)
-    times, tokens = [], torch.randint(VOCAB, (64, c.micro_batch_size, c.block_size + 1))
+    times, tokens = [], torch.randint(VOCAB, (64, c.micro_batch_size, c.block_size + 1)).to(device)
     accumulation = c.global_batch_tokens // c.micro_batch_size // c.block_size
     while len(times) < bench.DROPPED + bench.FEWEST or sum(times[bench.DROPPED:]) < c.seconds:
         began = time.perf_counter()
         for micro in range(accumulation):
-            batch = tokens[(len(times) * accumulation + micro) % 64].to(device)
+            batch = tokens[(len(times) * accumulation + micro) % 64]
             with torch.autocast(device, getattr(torch, c.dtype), enabled=c.dtype != "float32" and not plain):
                 loss = loss_of(compiled, batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
             (loss / accumulation).backward()
