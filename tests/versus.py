@@ -6,9 +6,10 @@ shape, and nanoGPT's GPT of the same depth and width where its checkout is at ha
     python tests/versus.py --nanogpt=DIR                                   a checkout of nanoGPT
 
 Ours is train.py itself through bench.py. The others get what their own loops do and no more: forward, backward, clip,
-fused AdamW, in the autocast that ours has here (bf16, fp32 on a CPU without it) under torch.compile; `nanogpt_shipped`
-is what nanoGPT's README asks for on this device (on a CPU: fp32, eager). Every key of train.py is taken. Needs
-transformers.
+fused AdamW, in the autocast that ours has here (bf16, fp32 on a CPU without it) under torch.compile. `llama` is
+compiled whole; before torch 2.14 transformers then hands attention a dense mask, so `llama_layers` has its layers and
+its loss compiled instead, which keeps the causal kernel and grouped heads. `nanogpt_shipped` is what nanoGPT's README
+asks for on this device (on a CPU: fp32, eager). Every key of train.py is taken. Needs transformers.
 """
 import json
 import os
@@ -38,7 +39,7 @@ ON_TWO_CORES = ("--n_layer=12", "--n_embd=768", "--n_head=12", "--n_kv_head=4", 
 class Config:
     rounds: int = 5  # every side runs this often, in turn
     seconds: float = 20.0  # of steps that are measured in each run
-    sides: str = "ours llama nanogpt nanogpt_shipped"  # the last two need --nanogpt
+    sides: str = "ours llama llama_layers nanogpt nanogpt_shipped"  # the last two need --nanogpt
     nanogpt: str = ""  # folder of nanoGPT's checkout
     side: str = ""  # be that side, in this process: the script starts itself
 
@@ -56,15 +57,22 @@ def llama(c):
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, max_position_embeddings=c.block_size,
         tie_word_embeddings=c.tie_embeddings, attn_implementation="sdpa", use_cache=False))
     assert sum(p.numel() for p in model.parameters()) == parameters_of(Shape.of(c, VOCAB))
-    return model, lambda compiled, x, y: compiled(input_ids=x, labels=x, use_cache=False).loss
+    run = model if c.side == "llama_layers" else torch.compile(model)
+    if run is model:
+        model.loss_function = torch.compile(model.loss_function)
+        for layer in model.model.layers:
+            layer.compile()
+    return model, lambda x, y: run(input_ids=x, labels=x, use_cache=False).loss
 
 
-def nanogpt(c):
+def nanogpt(c, plain):
     sys.path.insert(0, c.nanogpt)
     sys.modules.pop("model")  # ours
     from model import GPT, GPTConfig
-    return GPT(GPTConfig(block_size=c.block_size, vocab_size=VOCAB, n_layer=c.n_layer, n_head=c.n_head,
-                         n_embd=c.n_embd, dropout=0.0, bias=False)), lambda compiled, x, y: compiled(x, y)[1]
+    model = GPT(GPTConfig(block_size=c.block_size, vocab_size=VOCAB, n_layer=c.n_layer, n_head=c.n_head,
+                          n_embd=c.n_embd, dropout=0.0, bias=False))
+    run = model if plain else torch.compile(model)
+    return model, lambda x, y: run(x, y)[1]
 
 
 def other(c):
@@ -73,12 +81,11 @@ def other(c):
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() and c.device != "cpu" else "cpu"
     plain = c.side == "nanogpt_shipped" and device == "cpu"
-    model, loss_of = (llama if c.side == "llama" else nanogpt)(c)
+    model, loss_of = nanogpt(c, plain) if c.side.startswith("nanogpt") else llama(c)
     model.to(device).train()
     groups = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
     optimizer = torch.optim.AdamW([dict(params=groups[0], weight_decay=0.1), dict(params=groups[1], weight_decay=0.0)],
                                   lr=3e-4, betas=(0.9, 0.95), fused=not plain)
-    compiled = model if plain else torch.compile(model)
     times, tokens = [], torch.randint(VOCAB, (64, c.micro_batch_size, c.block_size + 1)).to(device)
     accumulation = c.global_batch_tokens // c.micro_batch_size // c.block_size
     while len(times) < bench.DROPPED + bench.FEWEST or sum(times[bench.DROPPED:]) < c.seconds:
@@ -86,7 +93,7 @@ def other(c):
         for micro in range(accumulation):
             batch = tokens[(len(times) * accumulation + micro) % 64]
             with torch.autocast(device, getattr(torch, c.dtype), enabled=c.dtype != "float32" and not plain):
-                loss = loss_of(compiled, batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+                loss = loss_of(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
             (loss / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
