@@ -2,7 +2,7 @@
 shape, and nanoGPT's GPT of the same depth and width where its checkout is at hand.
 
     python tests/versus.py                                                 100,092,672 parameters, for two cores
-    python tests/versus.py config/train_0p5b.py --global_batch_tokens=65536 --rounds=3   one GPU, under ten minutes
+    python tests/versus.py config/train_0p5b.py --global_batch_tokens=65536 --rounds=2   one GPU, under ten minutes
     python tests/versus.py --nanogpt=DIR                                   a checkout of nanoGPT
 
 Ours is train.py itself through bench.py. The others get what their own loops do and no more: forward, backward, clip,
