@@ -91,8 +91,9 @@ def place(p):
     shutil.rmtree(f"{p.folder}/write")
     yield True, f"{said.split(maxsplit=1)[1]}; {size / p.save_s / 1e6:,.0f} MB/s"
 
-    need = estimated_memory(p.small, p.shape, p.n_params)  # the checks do not compile
-    compiled = estimated_memory(replace(p.small, compile=p.c.compile), p.shape, p.n_params)
+    buckets = 4 * p.n_params * (p.world > 1)  # DDP's, beside the gradients
+    need = buckets + estimated_memory(p.small, p.shape, p.n_params)  # the checks do not compile
+    compiled = buckets + estimated_memory(replace(p.small, compile=p.c.compile), p.shape, p.n_params)
     fits = False if p.too_large else need < 0.95 * p.free or None
     advice = "" if fits else ": a smaller model" if p.too_large else (
         ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True")

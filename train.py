@@ -768,7 +768,7 @@ def train(c, ranks, stop, log):
         for optimizer in run.optimizers:
             if not skipped:
                 scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=ranks.world == 1)  # else gradients leave DDP's buckets and are copied back
+            optimizer.zero_grad(set_to_none=True)  # else DDP rounds a process's first update otherwise on 3 ranks
         scaler.update()
         stop.ready = True
         state.update(step=step, windows=state["windows"] + batches.per_step, updates=state["updates"] + (not skipped),
