@@ -236,7 +236,7 @@ def sweep(c, world, measure):
     lines, best = ["micro  compile  checkpointing  devices       tokens/s       peak memory speed-up efficiency"], None
 
     def row(c, n, alone=None):
-        few = n * max(32, c.micro_batch_size) * c.block_size  # stand for a step that may take 20 s
+        few = n * max(32, 2 * c.micro_batch_size) * c.block_size  # stand for a step that may take 20 s
         c = replace(c, global_batch_tokens=min(few, c.global_batch_tokens))
         head = f"{c.micro_batch_size:<6} {c.compile!s:<8} {c.activation_checkpointing!s:<14} {n:<7}"
         try:
@@ -244,6 +244,7 @@ def sweep(c, world, measure):
         except Failed as failed:
             memory = "out of memory" in str(failed).lower()
             lines.append(f"{head} {'out of memory' if memory else 'failed: ' + str(failed).splitlines()[-1][:60]}")
+            print(lines[-1], flush=True)
             return None
         rate, memory = found["tokens_per_s"], found["peak_memory_bytes"]
         line = f"{head} {rate:>14,.0f} {f'{memory / 2**30:.2f} GiB' if memory else 'not measured':>17}"

@@ -96,9 +96,11 @@ def place(p):
     compiled = buckets + estimated_memory(replace(p.small, compile=p.c.compile), p.shape, p.n_params)
     fits = False if p.too_large else need < 0.95 * p.free or None
     advice = "" if fits else ": a smaller model" if p.too_large else (
+        ": the run fits, these checks may not" if compiled < 0.95 * p.free else
         ": lower --micro_batch_size, then --loss_chunks=8, then --activation_checkpointing=True")
-    yield fits, (f"{p.world} x {device_name(p.device)}; each needs about {need / 2**30:.2f} GiB, compiled "
-                 f"{compiled / 2**30:.2f}, {p.free / 2**30:.1f} are free{advice}")
+    yield fits, (f"{p.world} x {device_name(p.device)}; each needs about {compiled / 2**30:.2f} GiB" +
+                 f", these checks, not compiled, {need / 2**30:.2f}" * p.c.compile +
+                 f"; {p.free / 2**30:.1f} are free{advice}")
 
 
 def scan(corpus, split, weight):

@@ -103,7 +103,7 @@ def why_no_compile(device):
     """None, or what a CPU lacks for torch.compile. Raises Refused where a GPU lacks it: eager steps cost money."""
     gpu = device.type == "cuda"  # there triton builds its launchers in C
     usual = "g++" if not gpu else "gcc" if shutil.which("gcc") else "clang"
-    compiler = os.environ.get("CC" if gpu else "CXX") or usual
+    compiler = os.environ.get("CC" if gpu else "CXX", "").strip() or usual
     lacking = ("no triton (pip install triton)" if gpu and not importlib.util.find_spec("triton") else
                "no C++ compiler (apt-get install g++)" if not shutil.which(compiler.split()[0]) else
                "no Python.h (apt-get install python3-dev)" if not os.path.exists(

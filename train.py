@@ -62,7 +62,7 @@ class Config:
     max_steps: int = 640  # updates
     max_epochs: int = 0  # refuse a run that reads the data more often than this; 0: no limit
     # optimizer
-    optimizer: str = "adamw"  # adamw; or muon: torch.optim.Muon on the layers' matrices, AdamW on the rest
+    optimizer: str = "adamw"  # adamw; or muon: torch's Muon on the layers' matrices, AdamW on the rest
     learning_rate: float = 2e-3  # peak
     min_lr: float = 1e-4  # at the last step
     warmup_steps: int = 20  # linear from 0 to the peak
