@@ -440,8 +440,9 @@ class MuonFP32(torch.optim.Muon):
         for group in self.param_groups:
             (a, b, c), rate = group["ns_coefficients"], group["lr"]
             for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                momentum.lerp_(p.grad, 1 - group["momentum"])
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
                 x = p.grad.lerp(momentum, group["momentum"])  # Nesterov's look ahead
                 x = x.T if p.shape[0] > p.shape[1] else x  # wide: the smaller Gram matrix
                 x = x / x.norm().clamp(min=group["eps"])
