@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -104,6 +105,7 @@ def main():
     c = load(Settings, [*OURS, *sys.argv[1:]], __doc__)
     if not os.path.exists(f"{c.nanogpt}/config/train_shakespeare_char.py"):
         raise Refused(f"--nanogpt={c.nanogpt} must name a checkout of nanoGPT")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the run that is being measured
     device = pick_device(c, 0)
     c = replace(c, dtype=pick_dtype(c, device), eval_interval=0, save_interval=0, log_interval=1, guard="off")
     with tempfile.TemporaryDirectory(prefix="time_to_loss.") as folder:

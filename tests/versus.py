@@ -13,6 +13,7 @@ asks for on this device (on a CPU: fp32, eager). Every key of train.py is taken.
 """
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,7 @@ def main():
         raise Refused(f"--nanogpt={c.nanogpt} must name a checkout of nanoGPT")
     if c.side:
         return other(c)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the run that is being measured
     device = "cuda" if torch.cuda.is_available() and c.device != "cpu" else "cpu"
     found = {side: [] for side in c.sides.split() if c.nanogpt or not side.startswith("nanogpt")}
     shape, rates = Shape.of(c, VOCAB), []
