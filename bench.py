@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from config import Refused, load, to_argv  # before torch: a missing package then ends in one line
 
@@ -189,8 +189,7 @@ def lines_of(c, found):
 # ---- one measurement, and many
 
 PROFILED = """
-import sys, torch, train
-sys.argv = ["train.py", *sys.argv[2:]]
+import torch, train
 path, real = PATH, train.batch_crc
 prof = torch.profiler.profile(schedule=torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1),
                               on_trace_ready=lambda p: p.export_chrome_trace(path))
@@ -213,26 +212,26 @@ def fit(c, world):
                    save_interval=0, weights_interval=0, expect_params=0, init_from="scratch", guard="off")
 
 
+def command(c, world, code=""):
+    """The words that start train.py, or Python `code` in its place, with the settings `c` in so many processes."""
+    import train
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "--no_python", sys.executable]
+    start = ["-c", f"import sys; sys.path.insert(0, {HERE!r}); sys.argv[0] = 'train.py'\n{code}"]
+    script = start if code else [os.path.join(HERE, "train.py")]
+    return [sys.executable, *(["-m", *torchrun] if world > 1 else []), *script, *to_argv(c, train.Config)]
+
+
 def measure(c, world, folder, seconds, vocab_size, profile=""):
     """`figures` of train.py on `world` devices with these settings. Raises Refused and Failed as run_train does."""
-    import train
-
     c = replace(fit(c, world), out_dir=tempfile.mkdtemp(dir=folder, prefix="out."))
-    train.check(c)
-    Shape.of(c, vocab_size)  # refuses one that can't be
-    script = [os.path.join(HERE, "train.py")]
-    if profile:
-        script = [os.path.join(folder, "profiled.py"), HERE]
-        with open(script[0], "w") as f:
-            f.write("import sys; sys.path.insert(0, sys.argv[1])\n" + PROFILED.replace("PATH", repr(profile)))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-    command = [sys.executable, *torchrun, *script, *to_argv(c, *(field.name for field in fields(train.Config)))]
-    return figures(*run_train(command, c.out_dir, seconds), vocab_size)
+    code = PROFILED.replace("PATH", repr(profile)) if profile else ""
+    return figures(*run_train(command(c, world, code), c.out_dir, seconds), vocab_size)
 
 
 def sweep(c, world, measure):
     """Lines of a table: micro-batches until one is too large, the best with compile and checkpointing the other way,
-    then 1, 2, 4, ... devices. `measure(c, world)` gives figures. Returns (settings of the fastest, lines)."""
+    then 1, 2, 4, ... devices. `measure(c, world)` gives figures. Returns (settings of the fastest, lines, how many
+    times as fast as one device they are on `world`, or None)."""
     lines, best = ["micro  compile  checkpointing  devices       tokens/s       peak memory speed-up efficiency"], None
 
     def row(c, n, alone=None):
@@ -241,7 +240,9 @@ def sweep(c, world, measure):
         head = f"{c.micro_batch_size:<6} {c.compile!s:<8} {c.activation_checkpointing!s:<14} {n:<7}"
         try:
             found = measure(c, n)
-        except Failed as failed:
+        except (Failed, Refused) as failed:
+            if isinstance(failed, Refused) and best is None:  # the settings themselves; else one change of them
+                raise
             memory = "out of memory" in str(failed).lower()
             lines.append(f"{head} {'out of memory' if memory else 'failed: ' + str(failed).splitlines()[-1][:60]}")
             print(lines[-1], flush=True)
@@ -254,7 +255,7 @@ def sweep(c, world, measure):
 
     print(lines[0])
     micro = 1
-    while micro * c.block_size * world <= c.global_batch_tokens:
+    while micro == 1 or micro * c.block_size * world <= c.global_batch_tokens:
         tried = replace(c, micro_batch_size=micro)
         if (rate := row(tried, world)) is None:
             break
@@ -268,7 +269,7 @@ def sweep(c, world, measure):
     while alone and n <= world:
         row(best[1], n, alone)
         n *= 2
-    return best[1], lines
+    return best[1], lines, alone and best[0] / alone
 
 
 def main():
@@ -278,24 +279,38 @@ def main():
     class Settings(Config, train.Config):
         """Every key of train.py, then this script's own."""
 
-    argv, cuda, began = sys.argv[1:], torch.cuda.is_available(), time.time()
+    argv, began = sys.argv[1:], time.time()
+    cuda = torch.cuda.is_available() and "--device=cpu" not in argv
     named = any(not word.startswith("--") for word in argv)
     c = load(Settings, argv if named or not cuda else [os.path.join(HERE, "config", "train_0p5b.py"), *argv], __doc__)
     cuda = cuda and c.device != "cpu"  # no context is made here: train.py has the memory to itself
     c = replace(c, device="cuda" if cuda else c.device)
     world = c.devices or (torch.cuda.device_count() if cuda else 1)
-    if world < 1 or cuda and world > torch.cuda.device_count() or c.vocab_size < 0 or c.seconds < 0:
-        raise Refused(f"devices={c.devices}, vocab_size={c.vocab_size} and seconds={c.seconds} must be 0 or more, and "
-                      f"no more devices than there are")
+    if world < 1 or cuda and world > torch.cuda.device_count() or 0 != c.vocab_size < 257 or c.seconds < 0:
+        raise Refused(f"devices={c.devices} and seconds={c.seconds} must be 0 or more, and no more devices than there "
+                      f"are; vocab_size={c.vocab_size} must be 0 or at least 257")
     train.check(c)
     if (batch := fit(c, world).global_batch_tokens) != c.global_batch_tokens:
         print(f"notice: {world} device(s) x {c.micro_batch_size} windows do not divide {c.global_batch_tokens:,} "
               f"tokens; a step takes {batch:,}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise Refused("this starts its own processes: without torchrun")
+    path = os.path.join(c.out_dir, "bench.json")
+    try:
+        os.makedirs(c.out_dir, exist_ok=True)
+        if c.profile:
+            open(c.profile, "w").close()
+    except OSError as error:
+        raise Refused(f"{error.filename} can't be written: {error.strerror}") from None
+    before = read_json(path).get("device_hours") or 0.0  # of earlier benches of this run
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))  # through run_train's finally
 
     with tempfile.TemporaryDirectory(prefix="bench.") as folder:
         asked = c
+        if cuda and not named:  # any card, about two minutes
+            few = 4 * world * c.micro_batch_size * c.block_size
+            c = replace(c, global_batch_tokens=min(few, c.global_batch_tokens))
         if os.path.exists(os.path.join(c.data_dir, "meta.json")):
             vocab_size = Corpus(c.data_dir, check=False).vocab_size
             print(f"data            {c.data_dir}")
@@ -304,24 +319,35 @@ def main():
             print(f"data            random ids, vocabulary {vocab_size:,}: {c.data_dir} holds no finished data")
             c = replace(c, data_dir=folder)
             write_random_data(folder, vocab_size, 4 * c.global_batch_tokens + 2 * c.block_size)
-        table = []
+        table, speedup = [], None
         try:
             if c.sweep:
                 print(f"sweep           runs of train.py, {min(SWEEP_S, c.seconds):g} s of steps each")
-                c, table = sweep(c, world, lambda c, n: measure(c, n, folder, min(SWEEP_S, c.seconds), vocab_size))
-            print(f"running         train.py on {world} device(s) for {c.seconds:g} s of steps", flush=True)
-            found = measure(c, world, folder, c.seconds, vocab_size, c.profile)
+                c, table, speedup = sweep(
+                    c, world, lambda c, n: measure(c, n, folder, min(SWEEP_S, c.seconds), vocab_size))
+            found = None
+            while found is None:
+                print(f"running         train.py on {world} device(s) for {c.seconds:g} s of steps", flush=True)
+                try:
+                    found = measure(c, world, folder, c.seconds, vocab_size, c.profile)
+                except Failed as failed:
+                    if named or c.micro_batch_size == 1 or "out of memory" not in str(failed):
+                        raise
+                    print(f"notice: micro-batch {c.micro_batch_size} is out of memory, half of it is taken")
+                    c = replace(c, micro_batch_size=c.micro_batch_size // 2)
         except Failed as failed:
             sys.exit(f"bench.py: train.py failed; its last lines:\n{failed}")
     rate = matrix_product_tflops("cuda" if cuda else "cpu", found["dtype"], min(3.0, c.seconds))
     at_once = world if cuda else 1  # processes on one CPU share what the product had alone
-    found |= estimate(asked, found) | dict(matrix_tflops=rate, sweep=table)
+    found |= estimate(asked, found) | dict(matrix_tflops=rate, sweep=table, speedup=speedup)
     for key in ("", "_with_attention"):
         found[f"matrix_share{key}"] = found[f"tflops{key}"] / (at_once * rate)
     print("\n".join(lines_of(c, found)) + f"\ntrace           {c.profile}" * bool(c.profile))
-    found["device_hours"] = world * (time.time() - began) / 3600
-    os.makedirs(asked.out_dir, exist_ok=True)
-    write_atomically(os.path.join(asked.out_dir, "bench.json"), json.dumps(found, indent=1).encode())
+    found["device_hours"] = before + world * (time.time() - began) / 3600
+    try:
+        write_atomically(path, json.dumps(found, indent=1).encode())
+    except OSError as error:
+        sys.exit(f"bench.py: {path} can't be written: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -91,12 +91,6 @@ JUMP_NOISE, JUMP_NATS = 5.0, 0.3
 LOW_MFU, DATA_WAIT, DATA_WAIT_MS = 0.30, 0.05, 10.0  # A: 0.5 ms; up to 8 ms with six other jobs on both cores
 
 
-def bytes_per_token(rows, vocab_size):
-    """What run_start says; else what byte-level BPE of that many ids holds: 3.0 at 4,096, 4.3 at 32,000, 1 at 257."""
-    said = next((row.get("bytes_per_token") for row in rows[:5] if row["event"] == "run_start"), None)
-    return said or max(1.0, 0.65 * math.log(vocab_size) - 2.4)
-
-
 def noise_of(loss):
     """Standard deviation of a curve around its trend, from the differences of neighbours; of few, a high guess."""
     if len(loss) < 4:
@@ -163,28 +157,27 @@ def diagnose(rows, settings, vocab_size, world):
                 early, "the learning rate is zero" if not any(row["lr"] for row in lines)
                 else "the optimizer does not step; the weights are frozen; the rate is far too low")
 
-    # rising: over its start, over its best, over its level at step 200
+    # rising: over its start, over its level at step 200, over its best
     k = count(10)
     if early and len(loss) >= k and (level := float(np.median(loss[-k:]))) > first["loss"] + RISE_START * ln_v:
         say("diverging", f"loss {level:.3f} over the last {k} lines, {first['loss']:.3f} at step 1", True)
-    k = count(RISE_STEPS)
-    if len(loss) >= 2 * k:
-        levels = np.median(loss[len(loss) % k:].reshape(-1, k), axis=1)
-        best, level = float(levels[:-1].min()), float(levels[-1])
-        if level - best > max(RISE_NATS, RISE_NOISE * noise / math.sqrt(k)):
-            say("diverging", f"loss {level:.3f} over the last {k} lines, {best:.3f} before", early)
     last = loss[at > step - EARLY]
     if step >= 2 * EARLY and len(last) >= 3 and opening:
         then = [row["loss"] for row in opening][-max(3, 50 // every):]
         level = float(np.median(then))
         over = level + max(SUSTAINED_NATS, SUSTAINED_NOISE * noise * math.sqrt(1 / len(last) + 1 / len(then)))
         if last.min() > level and np.median(last) > over:
-            found.pop("diverging", None)
             say("diverging", f"loss {np.median(last):.3f} over the last {EARLY} steps, {level:.3f} at step {EARLY}",
                 True)
+    k = count(RISE_STEPS)
+    if len(loss) >= 2 * k:
+        levels = np.median(loss[len(loss) % k:].reshape(-1, k), axis=1)
+        best, level = float(levels[:-1].min()), float(levels[-1])
+        if level - best > max(RISE_NATS, RISE_NOISE * noise / math.sqrt(k)):
+            say("diverging", f"loss {level:.3f} over the last {k} lines, {best:.3f} before", early)
 
     # falling faster than language allows; a second epoch can be learned by heart
-    k, bits = count(20), 1 / math.log(2) / bytes_per_token(begin, vocab_size)
+    k, bits = count(20), 1 / math.log(2) / start.get("bytes_per_token", 1.0)
     level, before = float(np.median(loss[-k:])) * bits, loss[(at >= 50) & (at <= step - 50)][-k:]
     lowest = FAST_BPB_EVER if step > EARLY else FAST_BPB if lines[-1]["tokens"] < FAST_TOKENS else FAST_BPB_LATER
     before = float(np.median(before)) * bits if len(before) else math.inf
@@ -253,7 +246,7 @@ def history(rows, settings, vocab_size, world):
     """What `diagnose` had to say while a run went on; a kind again only after 200 steps without it."""
     said, last = [], {}
     at = [i + 1 for i, row in enumerate(rows) if row["event"] in ("step", "eval")]
-    for i in at[::-(-len(at) // 2000)] if at else ():
+    for i in at[::-max(1, -(-len(at) // 2000))][::-1]:  # the last one always among them
         for finding in diagnose(rows[:i], settings, vocab_size, world):
             if finding.step - last.get(finding.kind, -math.inf) > EARLY:
                 said.append(finding)
@@ -290,7 +283,8 @@ def mishaps(rows, discarded, status):
                          row["gpu_hours"] - most(rows[:i] + gone, "gpu_hours")))
         begun = row if row["event"] == "run_start" else begun
     if status in ("killed", "crashed", "guard") and rows:
-        safe = most(of(rows, "save"), "gpu_hours", most(of(rows, "run_start")[:1], "gpu_hours"))
-        seen.append((most(rows, "step", 0), f"ended here, {status}: what follows the last save is lost", "",
+        safe = most([row for row in of(rows, "save", "run_start")  # what an earlier process lost is counted above
+                     if not (row.get("path") or "").rpartition("/")[2].startswith("weights_")], "gpu_hours")
+        seen.append((rows[-1]["step"], f"ended here, {status}: what follows the last save is lost", "",
                      max(0.0, most(rows, "gpu_hours") - safe)))
     return seen

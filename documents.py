@@ -15,12 +15,14 @@ import os
 import re
 import time
 import unicodedata
+import zlib
 from collections import Counter
 
 from config import Refused
 
 BATCH_BYTES = 1 << 20  # raw text that a worker gets at once
 FETCH_BYTES = 16 << 20  # asked of the Hub at once
+MAX_BYTES = 1 << 31  # of a document, which stands in memory
 MIN_BYTES = 10  # documents of less, white space not counted, are dropped
 HUB_TOKENS = 10_010_000_000  # 9,536 steps of 1,048,576 tokens, and a reserve for what is dropped at the join
 PROBE_S = 5  # the Hub has this long to answer
@@ -59,13 +61,20 @@ def local_files(path):
         return [path if os.path.isfile(path) else f"{library}/pydoc_data/topics.py"], other
     hidden, endings = (NO_LIBRARY, {"py"}) if path == "python:library" else ((), READABLE | {ending(path)})
     top, files = library if hidden else path, set()
-    found = os.walk(top) if os.path.isdir(top) else [
+
+    def fail(error):  # a folder that can't be listed must not be left out in silence
+        raise error
+    found = os.walk(top, onerror=fail) if os.path.isdir(top) else [
         (os.path.dirname(file), [], [os.path.basename(file)]) for file in glob.glob(top, recursive=True)
         if os.path.isfile(file)]
     for folder, below, names in found:
         below[:] = [name for name in below if not name.startswith(".") and name not in hidden]
+        if links := sum(os.path.islink(os.path.join(folder, name)) for name in below):
+            other["linked folder, not followed"] += links
         for name in names:
-            if ending(name) in endings and not name.startswith("."):
+            if not os.path.isfile(os.path.join(folder, name)):
+                other["broken link or no file"] += 1
+            elif ending(name) in endings and not name.startswith("."):
                 files.add(os.path.join(folder, name))
             else:
                 other["." + ending(name) if "." in name else "without an ending"] += 1
@@ -81,10 +90,14 @@ def docs_sources(folder):
     and left out."""
     if not os.path.isdir(folder):
         raise Refused(f"--docs={folder}: no such folder")
+    def named(name, path):
+        return dict(name=re.sub(r"[^\w.-]+", "_", name).lstrip(".-") or "_", path=path)
     names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    records = [dict(name=name, path=os.path.join(folder, name)) for name in names]
+    records = [named(name, os.path.join(folder, name)) for name in names]
     below = [record for record in records if os.path.isdir(record["path"])]
-    direct = dict(name=os.path.basename(os.path.abspath(folder)), path=os.path.join(glob.escape(folder), "*"))
+    direct = named(os.path.basename(os.path.abspath(folder)), os.path.join(glob.escape(folder), "*"))
+    while direct["name"] in [record["name"] for record in below]:
+        direct["name"] += "_"
     found = []
     for record in below + [direct] * (len(below) < len(records)):
         files, other = local_files(record["path"])
@@ -120,9 +133,17 @@ def hub_problem():
     url = f"{ENDPOINT}/api/datasets/{NAMED['auto'][0]['path']}"
     try:
         within(PROBE_S, lambda: urllib.request.urlopen(url, timeout=PROBE_S).close())
-    except OSError as error:  # 401, 404, ... are answers too: reading the first row says what is wrong
+    except Exception as error:  # 401, 404, ... are answers too: reading the first row says what is wrong
         return f"{ENDPOINT}: {error}" * (getattr(error, "code", 500) >= 500)
     return ""
+
+
+def both_ends(path):
+    """crc32 of the first and the last 64 KiB of a file, by which one that was edited is known."""
+    with open(path, "rb") as file:
+        first = file.read(1 << 16)
+        file.seek(max(0, os.path.getsize(path) - (1 << 16)))
+        return zlib.crc32(file.read(), zlib.crc32(first))
 
 
 def resolve(record, settings, begun, total_weight):
@@ -130,7 +151,7 @@ def resolve(record, settings, begun, total_weight):
     source = {**RECORD, **record, "commit": None}
     source["hub"] = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", source["path"])) and not os.path.exists(source["path"])
     budget, size = settings.budget_tokens or HUB_TOKENS * source["hub"], 0
-    source["share_tokens"] = share = int(budget * source["weight"] / total_weight)
+    source["share_tokens"] = share = max(min(1, budget), int(budget * source["weight"] / total_weight))  # 0: all
     if source["hub"]:
         for old in begun.get("sources", []):
             if all(old.get(key) == source[key] for key in ("name", "path", "revision")):
@@ -139,11 +160,11 @@ def resolve(record, settings, begun, total_weight):
         files, other = local_files(source["path"])
         if other:
             log.info("source %s: passed over: %s", source["name"], listed(other))
-        sizes = [(os.path.basename(file), os.path.getsize(file)) for file in files]
-        if not sizes:
+        seen = [(os.path.basename(file), os.path.getsize(file), both_ends(file)) for file in files]
+        if not seen:
             raise Refused(f"source {source['name']}: {source['path']} has no file that can be read")
-        size = sum(n * (4 if file.endswith((".gz", ".zst", ".parquet")) else 1) for file, n in sizes)
-        source |= dict(files=len(sizes), bytes=size, digest=hashlib.sha256(json.dumps(sizes).encode()).hexdigest())
+        size = sum(n * (4 if file.endswith((".gz", ".zst", ".parquet")) else 1) for file, n, _ in seen)
+        source |= dict(files=len(seen), bytes=size, digest=hashlib.sha256(json.dumps(seen).encode()).hexdigest())
     expected = max(1, min(share or size / 4, size / 4 or share))  # tokens, at four bytes each
     source["held_out"] = min(0.1, min(max(0.005 * expected, 1e5), 5e6) / expected)  # for val, and again for test
     return source
@@ -163,6 +184,7 @@ def make_recipe(settings, begun):
         records += named.get(source, [source]) if isinstance(source, str) else [source]
     for record in records:
         if (not isinstance(record, dict) or not {"name", "path"} <= set(record) <= set(RECORD)
+                or not all(isinstance(record[key], str) for key in ("name", "path"))
                 or not isinstance(record.get("weight", 1), (int, float)) or not 0 < record.get("weight", 1) < math.inf
                 or record.get("kind") not in (None, "prose", "code")):
             raise Refused(f"sources: {record!r} is not auto, embedded or a dict with name, path and maybe "
@@ -171,8 +193,12 @@ def make_recipe(settings, begun):
     if not names or len(set(names)) < len(names) or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
         raise Refused(f"sources need different names of letters, digits, '.', '-' and '_', got {names}")
     total_weight = sum(record.get("weight", 1.0) for record in records)
-    return dict(schema=1, vocab_size=settings.vocab_size, budget_tokens=settings.budget_tokens, seed=settings.seed,
-                fallback=fallback, sources=[resolve(record, settings, begun, total_weight) for record in records])
+    recipe = dict(schema=1, vocab_size=settings.vocab_size, budget_tokens=settings.budget_tokens, seed=settings.seed,
+                  fallback=fallback, sources=[resolve(record, settings, begun, total_weight) for record in records])
+    try:
+        return json.loads(json.dumps(recipe))  # as it will come back from disk, where a tuple is a list
+    except TypeError as error:
+        raise Refused(f"sources: {error}; they are of text, numbers, lists and dicts") from None
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -253,7 +279,9 @@ def records(source, path, start):
             import pyarrow
             file = pyarrow.input_stream(file, packed)
         unpacked = io.BufferedReader(file, 1 << 18)
-        lines = unpacked if ending(path) in LINES else [unpacked.read()]
+        lines = unpacked if ending(path) in LINES else [unpacked.read(MAX_BYTES)]
+        if lines is not unpacked and len(lines[0]) == MAX_BYTES:
+            raise Refused(f"{path} is one document of over 2 GB: cut it, or write JSON lines, a document a line")
         yield from ((raw, len(raw)) for raw in itertools.islice(lines, start, None))
 
 
@@ -319,6 +347,7 @@ def text_of(where, raw, field):
             raise Refused(f"{where}: not one JSON object ({error})") from None
     try:
         text = field_of(raw, field.split("."))
+        bad = min(bad, text.count("\ufffd"))  # the others are in another field
         return text, text.encode(), bad / max(1, len(text))
     except UnicodeEncodeError:  # "\ud83d" in JSON
         text, lone = SURROGATE.subn("\ufffd", text)
@@ -342,7 +371,7 @@ def clean(text, given, kind, tally):
         return new
     data = given
     data = apply("bom", data.removeprefix(b"\xef\xbb\xbf"))
-    data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\r" in data else data)
+    data = apply("crlf", data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data)
     flat = data.translate(BLANK, CONTROLS)
     data = apply("control", data if len(flat) == len(data) else data.translate(None, CONTROLS))
     if kind == "prose" and b" " * 65 in flat:  # found ten times as fast as by the expression

@@ -24,7 +24,7 @@ from model import Shape, Transformer, load_weights, sha256_of
 
 @dataclass(frozen=True)
 class Config:
-    out_dir: str = "out"  # the folder train.py wrote; its newest verified checkpoint is taken
+    out_dir: str = "out"  # the folder train.py wrote, for its newest verified checkpoint; or a file in its ckpt/
     to: str = ""  # the new folder; its last part is the model's name
     dtype: str = "float32"  # float32: what was trained; bfloat16: half the size, rounded
 
@@ -78,8 +78,9 @@ def read_llama(path):
     folder = os.path.dirname(path)
     said = prepare.read_json(os.path.join(folder, "config.json"))
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    if said.get("model_type") != "llama" or rope.get("rope_type", "default") != "default":
-        raise Refused(f"{path}: beside it must lie the config.json of a Llama with plain rotary positions")
+    if (said.get("model_type") != "llama" or rope.get("rope_type", rope.get("type", "default")) != "default"
+            or said.get("hidden_act", "silu") != "silu"):
+        raise Refused(f"{path}: beside it must lie the config.json of a Llama with plain rotary positions and silu")
     try:
         with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "SHA256SUMS")) as f:
             if f"{sha256_of(path)}  {os.path.basename(path)}\n" not in f.readlines():
@@ -92,7 +93,9 @@ def read_llama(path):
             if strange := set(f.keys()) ^ {theirs for theirs, _ in names.values()}:
                 raise Refused(f"{path} and its config.json do not fit: {min(strange)}")
             weights = {ours: f.get_tensor(theirs).float() for ours, (theirs, _) in names.items()}
-        return weights, shape, dict(step=0) | said.get("nanobase", {}) | dict(model=weights, settings=settings)
+        if wrong := [theirs for ours, (theirs, size) in names.items() if weights[ours].shape != size]:
+            raise Refused(f"{path} and its config.json do not fit: {wrong[0]}")
+        return weights, shape, dict(step=0) | said.get("nanobase", {})
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise Refused(f"{path} can't be read as a Llama: {type(error).__name__}: {error}") from None
 
@@ -144,14 +147,14 @@ LIMITS = f"""
 def model_card(name, out_dir, meta, saved, n_params):
     """README.md: what the weights learnt from, how well, by which settings, and what they are not good for."""
     settings, scores = saved["settings"], {}
-    origin = {source["name"]: f"{source['path']} at {source['revision']}"
+    origin = {source["name"]: f"{source['path']} at {source['commit']}"
               for source in meta["recipe"].get("sources", []) if source.get("hub")}  # no path of this machine
     data = [[source, origin.get(source, "local files"), *(f"{row[key]:,}" for key in ("documents", "tokens", "bytes"))]
             for source, row in meta["splits"]["train"].items()]
     for row in report.read_log(out_dir):
         if row["event"] == "eval" and row["step"] <= saved["step"]:
             scores = row["sources"] | {f"all, at step {row['step']:,}": row}
-    losses = [[source, *(f"{row[key]:.4f}" for key in ("val_loss", "val_ppl", "val_bpb"))]
+    losses = [[source, *(report.cell(row[key], "{:.4f}") for key in ("val_loss", "val_ppl", "val_bpb"))]
               for source, row in scores.items()] or [["not evaluated", "", "", ""]]
     start = "random" if settings["init_from"] in ("auto", "scratch") else "other"
     return "\n".join([
@@ -192,12 +195,11 @@ def main():
         raise Refused(f"dtype={c.dtype!r} must be float32 or bfloat16")
     if not c.to or os.path.lexists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise Refused(f"--to={c.to!r} must name a folder that is not there yet, or an empty one")
-    if not os.path.isdir(c.out_dir):
-        raise Refused(f"{c.out_dir} does not exist: --out_dir names the folder train.py wrote")
     weights, shape, saved = load_weights(c.out_dir, warn=lambda message: print(message, file=sys.stderr))
-    tokenizer, meta = prepare.Tokenizer(c.out_dir), prepare.read_json(f"{c.out_dir}/meta.json")
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(c.out_dir))) if os.path.isfile(c.out_dir) else c.out_dir
+    tokenizer, meta = prepare.Tokenizer(folder), prepare.read_json(f"{folder}/meta.json")
     if meta["tokenizer"]["sha256"] != saved["tokenizer_sha256"]:
-        raise Refused(f"{c.out_dir}: the tokenizer is not the one of the weights: they are not of one run")
+        raise Refused(f"{folder}: the tokenizer is not the one of the weights: they are not of one run")
     config, tensors = to_llama(weights, shape, c.dtype)
     config["nanobase"] = {key: saved[key] for key in ("step", "tokenizer_sha256", "data_fingerprint")}
     n_params = sum(tensor.numel() for tensor in tensors.values())
@@ -210,7 +212,7 @@ def main():
         "generation_config.json": dict(do_sample=True, temperature=0.8, top_k=50,  # as sample.py
                                        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), shape.eot_id))}
     files = {name: json.dumps(value, indent=1, ensure_ascii=False).encode() for name, value in said.items()}
-    files["README.md"] = model_card(os.path.basename(to), c.out_dir, meta, saved, n_params).encode()
+    files["README.md"] = model_card(os.path.basename(to), folder, meta, saved, n_params).encode()
     files["model.safetensors"] = save(tensors, dict(format="pt"))
     write_folder(to, files)
     print(f"{c.to}: step {saved['step']} of {c.out_dir}, {n_params:,} parameters in {c.dtype}; its README.md says more")

@@ -55,8 +55,7 @@ def val_prompts(corpus, source, length):
     ids = corpus.read("val", s["offset"], s["tokens"]).tolist()
     starts = [0] + [at + 1 for at, token in enumerate(ids) if token == corpus.eot_id]
     documents = [(a, b) for a, b in zip(starts, starts[1:], strict=False) if b - a > PROMPT_TOKENS + 1]
-    chosen = [documents[i * len(documents) // PROMPTS] for i in range(PROMPTS)] if documents else []
-    chosen = list(dict.fromkeys(chosen))
+    chosen = list(dict.fromkeys(documents[i * len(documents) // PROMPTS] for i in range(PROMPTS) if documents))
     return ([s["offset"] + a for a, _ in chosen], [[corpus.eot_id, *ids[a:a + PROMPT_TOKENS]] for a, _ in chosen],
             [ids[a + PROMPT_TOKENS:b][:length] for a, b in chosen])
 
@@ -75,7 +74,7 @@ def repeated(texts):
 def signs_of(model, tokenizer, prompts, new):
     """What continuations tell by themselves: (texts, dict) with valid_utf8, the share of characters that came from
     valid bytes; ended, the share of texts; repeated; perplexity, under the model at temperature 1 and among all ids."""
-    texts = [codecs.getincrementaldecoder("utf-8")("replace").decode(tokenizer.decode_bytes(ids)) for ids in new]
+    texts = [codecs.utf_8_decode(tokenizer.decode_bytes(ids), "replace")[0] for ids in new]  # without a cut end
     nats, count = 0.0, 0
     for prompt, ids in zip(prompts, new, strict=True):
         row = torch.tensor((prompt + ids)[-model.shape.block_size - 1:], device=model.head_weight.device)

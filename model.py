@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import sys
 from dataclasses import dataclass, fields
@@ -157,7 +158,7 @@ def head_loss(h, weight, targets, label_smoothing):
 
 
 class Transformer(nn.Module):
-    """`forward(idx)` gives logits; `loss(idx, targets)` the summed token loss, without holding more than it must."""
+    """`forward(idx)` gives logits, `forward(idx, targets)` the summed token loss, without holding more than it must."""
 
     def __init__(self, shape, activation_checkpointing=False, loss_chunks=1):
         super().__init__()
@@ -222,7 +223,7 @@ class Transformer(nn.Module):
         if targets is None:
             return F.linear(h, self.head_weight)
         h, targets = h.flatten(0, 1), targets.flatten()  # (B * T, n_embd), (B * T,)
-        if self.loss_chunks == 1 or not self.training:
+        if self.loss_chunks == 1:
             return self.head_loss(h, self.head_weight, targets, label_smoothing)
         return sum(checkpoint(self.head_loss, rows, self.head_weight, t, label_smoothing, use_reentrant=False)
                    for rows, t in zip(h.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True))
@@ -294,13 +295,6 @@ def count_parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def parameters_of(s):
-    """The parameters of a Shape, from its structure."""
-    layer = 2 * s.n_embd + 2 * s.n_embd**2 + 2 * s.n_embd * s.n_embd // s.n_head * s.n_kv_head
-    layer += 3 * s.n_embd * s.ffn_hidden
-    return (2 - s.tie_embeddings) * s.vocab_size * s.n_embd + s.n_layer * layer + s.n_embd
-
-
 def flops_per_token(n_params, shape):
     """(6N, 6N + attention): training FLOPs a token, forward and backward.
 
@@ -369,7 +363,8 @@ def first_nonfinite(model, x, y):
 
 def describe(shape, micro_batch_size):
     """(parameters, the lines about a model that train.py prints at its start). Allocates nothing."""
-    n = parameters_of(shape)
+    with torch.device("meta"):
+        n = count_parameters(Transformer(shape))
     plain, with_attention = flops_per_token(n, shape)
     logits = micro_batch_size * shape.block_size * shape.vocab_size
     return n, [
@@ -410,7 +405,8 @@ def why_bad(path):
             return f"{size} bytes instead of {said['bytes']}"
         if sha256_of(path) != said["sha256"]:
             return "sha256 differs from its json: the file is damaged"
-        if said["step"] != int(re.search(r"_(\d+)\.pt$", path)[1]):
+        named = re.search(r"_(\d+)\.pt$", path)  # not after a person called it best.pt
+        if named and said["step"] != int(named[1]):
             return f"its json speaks of step {said['step']}"
     except FileNotFoundError:
         return "its json is missing: the save never finished"
@@ -449,8 +445,9 @@ def load_weights(path, warn=lambda message: None):
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         shape = Shape.of(saved["settings"], saved["vocab_size"], saved["eot_id"])
         return saved["model"], shape, saved
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
-        raise Refused(f"{path} is no checkpoint of this project: {type(error).__name__}: {error}") from None
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise Refused(f"{path} is no checkpoint of this project: {type(error).__name__}: "
+                      f"{' '.join(str(error).split())[:200]}") from None
 
 
 def main():

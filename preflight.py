@@ -19,10 +19,10 @@ import sys
 import tempfile
 import textwrap
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
-from config import Refused, load, to_argv  # before torch: a missing package then ends in one line
+from config import Refused, load  # before torch: a missing package then ends in one line
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ ROW = "{:<12} {:<7} {:<36} "  # of the table; what was measured follows
 
 
 @dataclass(frozen=True)
-class Config:  # main() puts these behind the keys of train.Config
+class Config(train.Config):
+    """Every key of train.py, then this script's own."""
     only: str = ""  # comma-separated: place data model batch overfit resume ranks time; place goes with all but data
     seconds: float = 20.0  # how long steps are timed, once the first three are done
     allow_tmpfs: bool = False  # an out_dir that lives in memory is no failure
@@ -154,15 +155,18 @@ def data(p):
     train.check_batch(p.c, p.world)
     epochs = train.Batches(corpus, p.c, SimpleNamespace(rank=0, world=p.world), torch.device("cpu"), 0).epochs
     budget = p.c.max_steps * p.c.global_batch_tokens
-    yield epochs <= 4 or None, (f"{budget:,} of {tokens:,} tokens, {epochs:.2f} epochs, {budget / p.n_params:.1f} a "
-                                "parameter" + "; over 4 epochs overfit" * (epochs > 4))
+    no_peak = p.c.warmup_steps >= p.c.max_steps
+    yield epochs <= 4 and not no_peak or None, (
+        f"{budget:,} of {tokens:,} tokens, {epochs:.2f} epochs, {budget / p.n_params:.1f} a parameter" +
+        "; over 4 epochs overfit" * (epochs > 4) + "; warmup_steps is the whole run: lower it" * no_peak)
 
 
 # ---- in this process, by the functions that train.py calls
 
 def run_of(p):
     """(Run of train.py at step 0, not compiled and without dropout; x, y (B, T) of its first micro-batch)."""
-    quiet = SimpleNamespace(say=lambda text: None, event=lambda *a, **k: None, run=dict(commit=None))
+    quiet = SimpleNamespace(on=True, say=lambda text: None, run=dict(commit=None), event=lambda *_, **__: None,
+                            alarm=lambda *_, **__: None)
     c = replace(p.small, dropout=0.0, out_dir=p.folder)
     run = train.build(c, Ranks(), SimpleNamespace(signum=0), quiet, p.device, p.corpus, None)
     x, y, _ = train.Batches(p.corpus, c, run.ranks, p.device, 0).take()
@@ -226,6 +230,7 @@ def batch(p):
     torch.cuda.empty_cache()  # the memory is for the other process
     child(c, 1)
     there = prepare.read_json(f"{c.out_dir}/run.json")["initial_loss"]  # before it makes a step
+    shutil.rmtree(c.out_dir)  # the disk has room for the run's checkpoints, not for many more
     yield saved and abs(here - there) <= (1e-4 if p.device.type == "cuda" else 0), (
         f"loss {here:.7f}; saved and loaded by a new process {there:.7f}")
 
@@ -247,16 +252,16 @@ def shortened(c, narrow, **changes):
     if narrow:
         c = replace(c, n_layer=2, n_embd=128, n_head=2, n_kv_head=1, ffn_hidden=352, block_size=min(c.block_size, 256))
     return replace(bench.fit(c, 1), global_batch_tokens=4 * c.micro_batch_size * c.block_size, init_from="auto",
-                   warmup_steps=c.warmup_steps, keep_every=0, budget_gpu_hours=0.0, compile=False, **changes)
+                   warmup_steps=c.warmup_steps, keep_last=1, keep_every=0, budget_gpu_hours=0.0, compile=False,
+                   **changes)
 
 
 CHILD = """
-import os, signal, sys
-import train
-last, right, sys.argv[0] = int(sys.argv.pop(1)), train.Log.event, "train.py"
+import os, signal, train
+right = train.Log.event
 def event(log, name, step, **values):
     right(log, name, step, **values)
-    if name == "step" and step == last:
+    if name == "step" and step == LAST:
         os.kill(os.getpid(), signal.SIGKILL)
 train.Log.event = event
 train.main()
@@ -265,11 +270,8 @@ train.main()
 
 def child(c, last, world=1):
     """The step lines of train.py with settings `c`, killed behind that of step `last`. Raises Refused if it fails."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}",
-                "--no_python"] if world > 1 else []
-    words = [*torchrun, sys.executable, "-c", CHILD, str(last), *to_argv(c, *(f.name for f in fields(train.Config)))]
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False,
-                          env=os.environ | dict(PYTHONPATH=bench.HERE))
+    done = subprocess.run(bench.command(c, world, CHILD.replace("LAST", str(last))), capture_output=True, text=True,
+                          errors="replace", check=False)
     rows = [row for row in read_log(c.out_dir) if row["event"] == "step"]
     if not rows or rows[-1]["step"] != last:
         lines = (done.stdout + done.stderr).splitlines()
@@ -327,7 +329,9 @@ def ranks(p):
 
 def stop(save_s, step_s=0.0):
     """torchrun gives its workers 30 s between SIGTERM and SIGKILL, from torch 2.12 on what this variable says."""
-    limit, seconds = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)), save_s + step_s
+    settable = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) if settable else 30.0
+    seconds = save_s + step_s
     advice = f": TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * seconds)} gives more, from torch 2.12 on"
     said = f"{seconds:.1f} s for {'a step and ' if step_s else ''}a save; torchrun waits {limit:g} s"
     return (True, said) if seconds <= limit / 1.5 else (None, said + advice)
@@ -399,11 +403,7 @@ def ask(p, part, rows):
 
 
 def main():
-    @dataclass(frozen=True)
-    class Settings(Config, train.Config):
-        """Every key of train.py, then this script's own."""
-
-    c, began, rows = load(Settings, sys.argv[1:], __doc__), time.time(), []
+    c, began, rows = load(Config, sys.argv[1:], __doc__), time.time(), []
     train.check(c)
     parts = c.only.split(",") if c.only else list(CHECKS)
     if not set(parts) <= set(CHECKS):
@@ -431,9 +431,10 @@ def main():
     seconds, found = time.time() - began, [row["result"] for row in rows]
     print(", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)), "in", duration(seconds))
     print("" if c.only else PROVES)
-    record = dict(schema=1, time=began, seconds=seconds, device_hours=seconds * p.world / 3600, checks=rows,
-                  estimate=p.estimate, settings=asdict(c), commit=git("rev-parse", "HEAD"))
-    with contextlib.suppress(OSError):  # out_dir has said why
+    with contextlib.suppress(OSError, Refused):  # out_dir has said why
+        before = prepare.read_json(f"{c.out_dir}/preflight.json").get("device_hours") or 0.0  # of earlier ones
+        record = dict(schema=1, time=began, seconds=seconds, device_hours=before + seconds * p.world / 3600,
+                      checks=rows, estimate=p.estimate, settings=asdict(c), commit=git("rev-parse", "HEAD"))
         os.makedirs(c.out_dir, exist_ok=True)
         prepare.write_atomically(f"{c.out_dir}/preflight.json", json.dumps(without_nan(record), indent=1).encode())
     sys.exit(1 if "FAIL" in found else 0)

@@ -11,6 +11,7 @@ import base64
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import glob
@@ -71,15 +72,19 @@ log = logging.getLogger("prepare")
 
 def fsync_folder(path):
     descriptor = os.open(path or ".", os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems can't: their names need no sync
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path, data):
-    """`data`, bytes or a list of buffers, under a temporary name, fsynced, renamed, the folder fsynced: never half a
-    file."""
+    """`data` under a temporary name, fsynced, renamed, the folder fsynced: never half a file."""
     with open(path + ".tmp", "wb") as file:
-        file.writelines(data if isinstance(data, list) else [data])
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + ".tmp", path)
@@ -91,10 +96,11 @@ def read_json(path):
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except ValueError as error:
-        raise Refused(f"{path} is no JSON ({error}): copy it again, or prepare again in another folder") from None
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} can't be read as JSON ({error}): copy it again, or prepare again in another folder"
+                      ) from None
 
 
 def seal(data_dir, meta):
@@ -217,11 +223,13 @@ class Tokenizer:
             raise Refused(f"{folder} has no tokenizer (no meta.json that names one): run `python prepare.py` first")
         self.eot_id, self.vocab_size, self.pattern = meta["eot_id"], meta["vocab_size"], meta["tokenizer"]["pattern"]
         self.ranks = read_ranks(folder, meta["tokenizer"]["sha256"])
-        if len(self.ranks) > self.vocab_size:
-            raise Refused(f"{folder}/meta.json speaks of {self.vocab_size} ids, its tokenizer has {len(self.ranks)}: "
-                          "copy both again")
+        if max(len(self.ranks) - 1, self.eot_id) >= self.vocab_size:
+            raise Refused(f"{folder}/meta.json speaks of {self.vocab_size} ids, its tokenizer has {len(self.ranks)}, "
+                          f"end-of-text is {self.eot_id}: copy both again")
         self.token_bytes = np.zeros(self.vocab_size, np.int64)  # UTF-8 bytes an id stands for, specials for none
         self.token_bytes[:len(self.ranks)] = [len(piece) for piece in self.ranks]
+        self.writable = self.token_bytes > 0  # what a model may write: those, and an end-of-text
+        self.writable[self.eot_id] = True
 
     @functools.cached_property
     def encoding(self):
@@ -300,8 +308,11 @@ def sample_of(source, seed, room, skip_bad):
     """`room` bytes of a source's train documents, at most 10k characters of each: those with the lowest lots, drawn
     for their place in the source. Of the Hub only the beginnings of 16 files take part: they are downloaded again."""
     def lot(where):
-        return zlib.crc32(f"{seed} {os.path.basename(where)}".encode()) / 2**32
+        path, _, number = where.rpartition(":")
+        name = f"{seed} {place[path]} {number}".encode()  # of such near names crc32 would make near numbers
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
     heap, size, highest, files, most = [], 0, [1.0], documents.files_of(source), math.inf
+    place = {path: number for number, path in enumerate(files)}  # names may repeat from folder to folder
     if source["hub"]:
         files = files[::-(-len(files) // 16)]
         most = 2 * room / len(files)
@@ -347,7 +358,7 @@ def train_tokenizer(recipe, parts, skip_bad):
 def shards_of(parts, source):
     """(about, INDEX rows, file) of the finished shards of a source; the file stands where the ids begin. Raises
     Refused."""
-    for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.[0-9]*.shard")):
+    for path in sorted(glob.glob(f"{glob.escape(parts)}/{source['name']}.{'[0-9]' * 6}.shard")):
         with open(path, "rb") as file:
             about = json.loads(file.readline())
             index = np.fromfile(file, INDEX, about["documents"])
@@ -399,12 +410,11 @@ def encode_source(source, parts, pool, skip_bad, dtype):
             new = np.sort(index["digest"][keep])
             seen = np.insert(seen, np.searchsorted(seen, new), new)
             tokens += int(index["tokens"][keep & (index["split"] == 0)].sum())
-            kept, pieces = index[keep].tobytes(), ids_of(keep, index, np.concatenate(ids))
+            kept, body = index[keep].tobytes(), b"".join(ids_of(keep, index, np.concatenate(ids)))
             about = dict(state=state, end=end, read=read, tokens=tokens, tally=tally, documents=int(keep.sum()),
-                         index_crc=zlib.crc32(kept), ids_crc=functools.reduce(lambda crc, ids: zlib.crc32(ids, crc),
-                                                                              pieces, 0))
+                         index_crc=zlib.crc32(kept), ids_crc=zlib.crc32(body))
             write_atomically(f"{parts}/{source['name']}.{number:06d}.shard",
-                             [json.dumps(about).encode() + b"\n", kept, *pieces])
+                             json.dumps(about).encode() + b"\n" + kept + body)
             number += 1
         bar.total = bar.n  # known only now: sizes were packed, or a share is cut at a document
     if tokens < share:
@@ -473,7 +483,7 @@ def publish(parts, data_dir):
     """Move the complete folder up, meta.json last; killed in between, the next start goes on here."""
     if os.path.exists(f"{data_dir}/meta.json"):
         os.unlink(f"{data_dir}/meta.json")
-    for name in ("tokenizer.tiktoken", "train.bin", "val.bin", "test.bin", "meta.json"):
+    for name in ("tokenizer.tiktoken", "train.bin", "val.bin", "test.bin", "prepare.json", "meta.json"):
         if os.path.exists(f"{parts}/{name}"):
             os.replace(f"{parts}/{name}", f"{data_dir}/{name}")
             fsync_folder(data_dir)
@@ -497,9 +507,9 @@ def show(data_dir):
     length = min(40, corpus.tokens("train"))
     for at in np.random.RandomState(0).randint(0, corpus.tokens("train") - length + 1, 3).tolist():
         log.info("train.bin from token %d: %r", at, tokenizer.decode(corpus.read("train", at, length)))
-    configs = [word.replace("data_", "train_") for word in sys.argv[1:] if word.endswith(".py")]
+    configs = [word.replace("data_", "train_") for word in sys.argv[1:] if word.endswith(".py") and "data_" in word]
     log.info("vocabulary %d, fingerprint %s\nnext: python train.py %s", corpus.vocab_size, corpus.fingerprint[:16],
-             " ".join(path for path in configs if os.path.exists(path)) or f"--data_dir={data_dir}")
+             " ".join([*filter(os.path.exists, configs), f"--data_dir={data_dir}"]))
 
 
 def lock(folder):
@@ -508,20 +518,36 @@ def lock(folder):
     file = open(f"{folder}/.lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.seek(0)
         raise Refused(f"{folder} is being written by process {file.read().strip()}: wait for it, or end it") from None
+    except OSError as error:
+        raise Refused(f"{folder} can't be locked ({error.strerror}): mount it with its locks (Lustre: -o flock; NFS: "
+                      "its lock service running, or nolock), or choose another folder") from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
     return file
 
 
+@contextlib.contextmanager
+def counted(path):
+    """Adds to those in `path` the hours that this machine's GPUs, rented perhaps, stand by, for the report's costs."""
+    before, began = read_json(path).get("device_hours", 0.0), time.monotonic()
+    try:
+        yield
+    finally:
+        hours = (time.monotonic() - began) / 3600 * len(glob.glob("/dev/nvidia[0-9]*"))
+        with contextlib.suppress(OSError):
+            write_atomically(path, json.dumps(dict(device_hours=before + hours)).encode())
+
+
 def check_space(recipe, data_dir, dtype):
     """Shards and the joined files stand side by side until the end. Raises Refused before anything is written."""
     tokens = sum(source["share_tokens"] or source["bytes"] / 2.5 for source in recipe["sources"])
     need = 2 * np.dtype(dtype).itemsize * tokens + (2e9 if any(s["hub"] for s in recipe["sources"]) else 5e7)
-    free = shutil.disk_usage(data_dir).free
+    free = shutil.disk_usage(data_dir).free + sum(  # what an abandoned attempt holds goes first
+        map(os.path.getsize, glob.glob(f"{glob.escape(data_dir)}/parts/*")))
     log.info("disk: up to %.2f GB more in %s, %.1f GB are free", need / 1e9, data_dir, free / 1e9)
     if free < need:
         raise Refused(f"{data_dir} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose another --data_dir")
@@ -531,7 +557,6 @@ def prepare(settings):
     """All stages, or what is left of them."""
     data_dir, started = settings.data_dir.rstrip("/"), time.time()
     parts = f"{data_dir}/parts"  # everything is made here and moved up when complete
-    sys.stdout.reconfigure(errors="backslashreplace")  # the decoded pieces, in a locale without UTF-8
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     if settings.verify:
@@ -557,7 +582,7 @@ def prepare(settings):
         raise Refused(f"{hub[0]['path']} is no local path and the Hub cannot be used: {documents.hub_problem()}; the "
                       "same command continues when it can")
     with lock(data_dir):
-        file_handler = logging.FileHandler(f"{data_dir}/prepare.log", encoding="utf-8")
+        file_handler = logging.FileHandler(f"{data_dir}/prepare.log", encoding="utf-8", errors="backslashreplace")
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(file_handler)
         dtype = "uint32" if recipe["vocab_size"] > 1 << 16 else "uint16"
@@ -568,25 +593,27 @@ def prepare(settings):
             shutil.rmtree(parts, ignore_errors=True)
             os.makedirs(parts)
             write_atomically(f"{parts}/recipe.json", json.dumps(recipe).encode())
-        if not os.path.exists(f"{parts}/meta.json"):
-            # workers with huge pages, where glibc and Linux have them: encoding jumps about in its table of tokens, and
-            # took 5% longer with small ones (two processes, in turn)
-            os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-            spawn = multiprocessing.get_context("spawn")
-            with concurrent.futures.ProcessPoolExecutor(process_count(), spawn, start_worker) as pool:
-                for _ in range(process_count()):
-                    pool.submit(os.getpid)  # they start while the sample is drawn
-                if not os.path.exists(f"{parts}/tokenizer.tiktoken"):
-                    train_tokenizer(recipe, parts, settings.skip_bad)
-                for source in recipe["sources"]:
-                    encode_source(source, parts, pool, settings.skip_bad, dtype)
-            join(recipe, parts, dtype, settings.skip_bad)
+        with counted(f"{parts}/prepare.json"):
+            if not os.path.exists(f"{parts}/meta.json"):
+                # workers with huge pages, where glibc and Linux have them: encoding jumps about in its table of tokens,
+                # and took 5% longer with small ones (two processes, in turn)
+                os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+                spawn = multiprocessing.get_context("spawn")
+                with concurrent.futures.ProcessPoolExecutor(process_count(), spawn, start_worker) as pool:
+                    for _ in range(process_count()):
+                        pool.submit(os.getpid)  # they start while the sample is drawn
+                    if not os.path.exists(f"{parts}/tokenizer.tiktoken"):
+                        train_tokenizer(recipe, parts, settings.skip_bad)
+                    for source in recipe["sources"]:
+                        encode_source(source, parts, pool, settings.skip_bad, dtype)
+                join(recipe, parts, dtype, settings.skip_bad)
         publish(parts, data_dir)
         show(data_dir)
         log.info("done in %.1f s", time.time() - started)
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its hours are counted
     try:
         prepare(load(Config, sys.argv[1:], __doc__))
     except KeyboardInterrupt:

@@ -116,10 +116,10 @@ def why_no_compile(device):
 def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
-        names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
-        return f"{names[0]}, {torch.get_num_threads()} thread(s)" if names else platform.processor()
-    return platform.processor()
+    name = platform.processor()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as f:
+        name = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
 def keep_freed_memory():
@@ -182,16 +182,17 @@ class Log:
 
     def __init__(self, c, ranks):
         self.out_dir, self.world, self.on, self.started = c.out_dir, ranks.world, ranks.rank == 0, time.time()
+        self.began = time.monotonic()  # a clock that is set right meanwhile must not make hours
         self.elapsed_before = self.hours_before = 0.0
         self.rows, self.run, self.lock, self.alarmed = [], {}, None, {}
-        self.reports, self.reporter = c.save_interval > 0, None
+        self.reports, self.reporter, self.hang_file = c.save_interval > 0, None, None
         self.files, self.waiting = {}, {"train.log": b"", "log.jsonl": b""}
 
-    def open(self, rows, step):
+    def open(self, rows, discarded, step):
         """Goes on behind `rows`, the lines on disk: time and device-hours from where an earlier process was last heard
-        of. Those of steps past `step` go to log.discarded.jsonl, so that no step stands twice."""
-        self.elapsed_before = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
-        self.hours_before = max((row.get("gpu_hours") or 0.0 for row in rows), default=0.0)
+        of. Those of steps past `step` join the `discarded` in log.discarded.jsonl, so that no step stands twice."""
+        self.elapsed_before, self.hours_before = (
+            max((row.get(key) or 0.0 for row in rows + discarded), default=0.0) for key in ("elapsed_s", "gpu_hours"))
         lost, self.rows = [], []
         for row in rows:
             past = row["step"] > step and row["event"] in ("step", "eval", "sample")
@@ -207,16 +208,13 @@ class Log:
                           for name in self.waiting}
 
     def append(self, name, line):
-        self.waiting[name] += line.encode() + b"\n"
+        self.waiting[name] += line.encode(errors="backslashreplace") + b"\n"
         with contextlib.suppress(OSError, KeyError):  # a full disk; out_dir is not ours yet
             while self.waiting[name]:
                 self.waiting[name] = self.waiting[name][os.write(self.files[name], self.waiting[name]):]
 
-    def elapsed_s(self):
-        return self.elapsed_before + time.time() - self.started
-
     def device_hours(self):
-        return self.hours_before + (time.time() - self.started) * self.world / 3600
+        return self.hours_before + (time.monotonic() - self.began) * self.world / 3600
 
     def say(self, text):
         if self.on:
@@ -225,15 +223,15 @@ class Log:
             self.append("train.log", text)
 
     def event(self, name, step, **values):
-        row = without_nan(dict(event=name, time=time.time(), step=step, elapsed_s=self.elapsed_s(),
-                               gpu_hours=self.device_hours(), **values))
+        row = without_nan(dict(event=name, time=time.time(), step=step, gpu_hours=self.device_hours(),
+                               elapsed_s=self.elapsed_before + time.monotonic() - self.began, **values))
         self.rows.append(row)
         if self.on and self.files:
             self.append("log.jsonl", json.dumps(row))
 
-    def alarm(self, kind, step, message, action):
-        """Said on screen and in the log, each kind at most once in 200 steps."""
-        if step - self.alarmed.get(kind, -math.inf) >= 200:
+    def alarm(self, kind, step, message, action, every=200):
+        """Said on screen and in the log, each kind at most once in `every` steps."""
+        if step - self.alarmed.get(kind, -math.inf) >= every:
             self.alarmed[kind] = step
             self.event("alarm", step, kind=kind, message=message, action=action)
             self.say(f"WARNING at step {step}: {message}; {action}")
@@ -259,8 +257,8 @@ class Log:
             command=" ".join(sys.orig_argv), commit=git("rev-parse", "HEAD"),
             dirty=bool(git("status", "--porcelain", "--", "*.py", ":!config")),  # of config the settings say all
             data_fingerprint=run.corpus.fingerprint, device=device_name(run.device), device_count=self.world,
-            link="nccl" if run.device.type == "cuda" else "gloo" if self.world > 1 else None,
-            n_params=count_parameters(run.model), vocab_size=run.shape.vocab_size,
+            link=None if self.world == 1 else "nccl" if run.device.type == "cuda" else "gloo",
+            n_params=count_parameters(run.model), steps=run.state["step"], updates=run.state["updates"],
             versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                           cuda=torch.version.cuda))
 
@@ -268,8 +266,9 @@ class Log:
         """report.md and report.png of the run so far, by a process of its own: the loop does not wait for it."""
         if self.on and self.reports and (self.reporter is None or self.reporter.poll() is not None):
             script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report.py")
-            self.reporter = subprocess.Popen([sys.executable, script, self.out_dir], stdout=subprocess.DEVNULL,
-                                             stderr=subprocess.DEVNULL)
+            with contextlib.suppress(OSError):  # no more processes allowed
+                self.reporter = subprocess.Popen([sys.executable, script, self.out_dir], stdout=subprocess.DEVNULL,
+                                                 stderr=subprocess.DEVNULL)
 
     def close(self, status, exit_code):
         """The end in run.json and a last report, if the run ever began; out_dir is free for another process."""
@@ -290,22 +289,27 @@ class Log:
 
 def git(*words):
     where = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run(["git", "-C", where, *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git here, or this is no checkout
+        return subprocess.check_output(["git", "-C", where, *words], text=True, stderr=subprocess.DEVNULL).strip()
 
 
 class StopSignal:
-    """SIGTERM and SIGINT raise a flag which the loop reads between steps; a second one after 5 s ends at once."""
+    """SIGTERM, SIGINT and SIGHUP raise a flag which the loop reads between steps; a second one after 5 s ends at once.
+
+    A SIGHUP that nohup has ignored stays so, but not under torchrun: it takes the signal itself and passes it on.
+    """
 
     def __init__(self):
         self.signum, self.came, self.ready = 0, 0.0, False
         signal.signal(signal.SIGTERM, self.take)
         signal.signal(signal.SIGINT, self.take)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(signal.SIGHUP, self.take)
 
     def take(self, signum, frame):
-        if self.signum and time.time() - self.came > 5:
+        if self.signum and time.monotonic() - self.came > 5:
             os._exit(128 + signum)
-        self.signum, self.came = self.signum or signum, self.came or time.time()
+        self.signum, self.came = self.signum or signum, self.came or time.monotonic()
         if not self.ready:  # before the first update there is nothing to save
             signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + signum))
             signal.alarm(5)  # the exception can be lost: torch.compile swallowed it in a weakref callback

@@ -81,7 +81,7 @@ def read_run(folder, several=False):
     killed = r.run.get("status") == "running" and not is_running(folder)
     r.status = "killed" if killed else r.run.get("status") or "not recorded"
     r.world, r.n_params = r.run.get("device_count") or 1, r.run.get("n_params")
-    r.step, r.max_steps = most(r.rows, "step", 0), r.settings.get("max_steps") or 0
+    r.step, r.max_steps = r.rows[-1]["step"] if r.rows else 0, r.settings.get("max_steps") or 0
     r.vocab_size = r.meta.get("vocab_size") or next((row.get("vocab_size") for row in r.starts), None)
     r.elapsed_s, r.hours = (most(r.rows + r.discarded, key) for key in ("elapsed_s", "gpu_hours"))
     r.memory, r.tokens_per_s = most(r.rows, "peak_memory_bytes", None), middle(r.steps, "tokens_per_s")
@@ -95,17 +95,20 @@ def read_run(folder, several=False):
 
 def where_time_went(r):
     """{what: seconds}, together the time that passed. Waiting for data is inside the steps."""
-    spent, at, heard = dict.fromkeys(("steps", "evaluation", "saving", "start and first pass"), 0.0), 0, 0.0
+    parts = ("steps", "evaluation", "saving", "start and first pass", "work done again")
+    spent, at, heard, begun = dict.fromkeys(parts, 0.0), 0, 0.0, 0.0
     for row in r.rows:
         if row["event"] == "step":
             spent["steps"] += (row["step"] - at) * row["step_ms"] / 1000
         elif row["event"] == "run_start":
-            heard = max([heard, *(x["elapsed_s"] for x in r.discarded if x["time"] < row["time"])])
+            if gone := [x for x in r.discarded if begun <= x["time"] < row["time"]]:
+                kept = [x for x in r.rows if x["time"] < gone[0]["time"]]
+                spent["work done again"] += most(gone, "elapsed_s") - most(kept, "elapsed_s")
+            begun, heard = row["time"], max(heard, most(gone, "elapsed_s"))
             spent["start and first pass"] += row["elapsed_s"] - heard
         spent["evaluation"] += row.get("seconds") or 0.0
         spent["saving"] += (row.get("stall_ms") or 0.0) / 1000
         at, heard = row["step"] if row["event"] in ("step", "run_start") else at, max(heard, row["elapsed_s"])
-    spent["work done again"] = sum(3600 / r.world * lost for _, what, _, lost in r.mishaps if "again" in what)
     return spent | {"the rest": max(0.0, r.elapsed_s - sum(spent.values()))}
 
 
@@ -150,6 +153,10 @@ def basics(r):
 def speed(r):
     """{what: (estimate of bench.json, measured, their format)}, None where there is none."""
     b, alone = r.bench, 1.0 if r.world == 1 else None
+    if (b.get("n_params", r.n_params), b.get("devices", r.world)) != (r.n_params, r.world):
+        b = {}  # of another model, or on other devices
+    if b.get("est_tokens") not in (None, r.max_steps * r.settings.get("global_batch_tokens", 0)):
+        b = b | dict(est_hours=None, est_gpu_hours=None)  # for another length
     if b.get("tokens_per_s") and b.get("speedup") and r.tokens_per_s:
         alone = r.tokens_per_s / b["tokens_per_s"] * b["speedup"]
     return {"tokens/s": (b.get("tokens_per_s"), r.tokens_per_s, "{:,.0f}".format),
@@ -165,7 +172,8 @@ def quality(r):
     """{what: number or None}"""
     found = {"loss before the first update": r.run.get("initial_loss"),
              "train loss, median of the last 10 lines": middle(r.steps[-10:], "loss")}
-    for name, source in {"val": r.eval, **(r.eval.get("sources") or {})}.items():
+    sources = {f"source {name}" if name == "val" else name: s for name, s in (r.eval.get("sources") or {}).items()}
+    for name, source in {"val": r.eval, **sources}.items():
         found |= {f"{name} {what}": source.get(f"val_{key}") for key, what in (
             ("loss", "loss"), ("ppl", "perplexity"), ("bpb", "bits per byte"))}
     return found
@@ -192,9 +200,12 @@ def gap(r):
 def costs(runs, c):
     """Lines of the cost table: device-hours and money an item, over all runs."""
     settings = next((r.settings for r in runs if r.settings.get("gpu_hour_price")), runs[0].settings)
-    price, budget = (getattr(c, key) or settings.get(key) or 0 for key in ("gpu_hour_price", "budget_gpu_hours"))
-    items = [(name, [getattr(r, key).get("device_hours") for r in runs]) for name, key in (
-        ("data", "prepare"), ("smoke test (preflight)", "preflight"), ("bench", "bench"))]
+    price = c.gpu_hour_price or settings.get("gpu_hour_price") or 0
+    budget = c.budget_gpu_hours or sum(r.settings.get("budget_gpu_hours") or 0 for r in runs)
+    once = {r.run.get("data_fingerprint"): r.prepare.get("device_hours") for r in runs}  # several runs on one folder
+    items = [("data", list(once.values()))] + [(name, [getattr(r, key).get("device_hours") for r in runs])
+                                               for name, key in (("smoke test (preflight)", "preflight"),
+                                                                 ("bench", "bench"))]
     items += [("run", [r.hours - r.lost_hours if r.rows else None for r in runs]),
               ("reruns: lost work, restarts", [r.lost_hours if r.rows else None for r in runs])]
     rows = [(name, sum(filter(None, parts)) if set(parts) != {None} else None) for name, parts in items]
@@ -348,10 +359,16 @@ def plot(runs, path):
 
 
 def write(path, data):
-    """Renamed into place: no reader meets half a file, and two reports at once don't meet either."""
-    with open(f"{path}.{os.getpid()}.tmp", "wb") as f:
-        f.write(data)
-    os.replace(f.name, path)
+    """Renamed into place: no reader meets half a file, and two reports at once don't meet either. Raises Refused."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise Refused(f"{path} can't be written: {error.strerror}") from None
 
 
 def write_report(out_dirs, c=None):
@@ -388,7 +405,7 @@ def write_report(out_dirs, c=None):
         ("**seen**" if kind in seen else "", f"{what} ({kind})", cause, check)
         for kind, (what, cause, check) in SYMPTOMS.items()])
     paths = [os.path.join(out_dirs[0], name) for name in ("report.md", "report.png")]
-    write(paths[0], "\n".join(lines).encode())
+    write(paths[0], "\n".join(lines).encode(errors="backslashreplace"))
     plot(runs, paths[1])
     return paths
 

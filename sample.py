@@ -26,9 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fluency
 import prepare
-from fluency import fixed_prompts  # noqa: F401 - for train.py
 from model import KVCache, Transformer, load_weights
-from prepare import Corpus, Tokenizer, read_json
 
 
 @dataclass(frozen=True)
@@ -185,6 +183,8 @@ def check(c):
     for key, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0).items():
         if getattr(c, key) < least:
             raise Refused(f"{key}={getattr(c, key)} must be at least {least}")
+    if c.seed >= 2**32:
+        raise Refused(f"seed={c.seed} must be under {2**32}")
     if not 0 < c.top_p <= 1:
         raise Refused(f"top_p={c.top_p} must be above 0 and at most 1")
     if bool(c.prompt or c.prompt_file) + bool(c.score) + bool(c.split) > 1:
@@ -199,7 +199,7 @@ def folder_of(out_dir):
 def load_model(out_dir, device, dtype):
     """(model in eval mode, tokenizer, checkpoint) of a run. Raises Refused, also for weights that are not finite."""
     weights, shape, saved = load_weights(out_dir, warn=lambda message: print(message, file=sys.stderr))
-    tokenizer = Tokenizer(folder_of(out_dir))
+    tokenizer = prepare.Tokenizer(folder_of(out_dir))
     if (tokenizer.vocab_size, tokenizer.eot_id) != (shape.vocab_size, shape.eot_id):
         raise Refused(f"{out_dir}: a tokenizer of {tokenizer.vocab_size} ids, weights of {shape.vocab_size}: two runs")
     with torch.device("meta"):
@@ -218,7 +218,7 @@ def load_model(out_dir, device, dtype):
 
 def data_of(c, saved):
     """The Corpus of --data_dir, or of the run's own data_dir. Raises Refused when it is not there, or not the run's."""
-    corpus = Corpus(c.data_dir or saved["settings"].get("data_dir", ""))
+    corpus = prepare.Corpus(c.data_dir or saved["settings"].get("data_dir", ""))
     if corpus.fingerprint != saved.get("data_fingerprint"):
         raise Refused(f"{corpus.folder} is not the data this run was trained on: name that with --data_dir")
     return corpus
@@ -228,12 +228,12 @@ def data_of(c, saved):
 
 def score(c, model, corpus, split, token_bytes):
     """{source: dict(loss, perplexity, bits_per_byte)}, "" for all of them, as train.py's last evaluation measures."""
-    from process import Ranks
     from train import evaluate
     T, device = model.shape.block_size, model.head_weight.device
     run = SimpleNamespace(  # what evaluate needs of a train.Run
         c=SimpleNamespace(micro_batch_size=max(1, SCORED_TOKENS // T), block_size=T), corpus=corpus, model=model,
-        ranks=Ranks(), stop=SimpleNamespace(signum=0), token_bytes=token_bytes, device=device,
+        ranks=SimpleNamespace(rank=0, world=1, sum=lambda *numbers: numbers), stop=SimpleNamespace(signum=0),
+        token_bytes=token_bytes, device=device,
         autocast=lambda: torch.autocast(device.type, getattr(torch, c.dtype), enabled=c.dtype != "float32"))
     return {name: dict(loss=r["val_loss"], perplexity=r["val_ppl"], bits_per_byte=r["val_bpb"])
             for name, r in evaluate(run, split, math.inf).items()}
@@ -257,7 +257,7 @@ def score_split(c, model, tokenizer, saved):
     if c.split == "test":
         try:
             with prepare.lock(folder):  # a live train.py would write its own count over this one
-                if not (record := read_json(f"{folder}/run.json")):
+                if not (record := prepare.read_json(f"{folder}/run.json")):
                     raise Refused(f"{folder} has no run.json to count a scoring of the test documents in")
                 record["test_scorings"] = counted["test_scorings"] = (record.get("test_scorings") or 0) + 1
                 prepare.write_atomically(f"{folder}/run.json", json.dumps(record, indent=1).encode())
@@ -383,8 +383,7 @@ def main():
             if c.data_dir:
                 raise
             print(f"notice: {refused}. Prompts of ours are continued, compared with no text", file=sys.stderr)
-    allowed = torch.zeros(model.shape.vocab_size, dtype=torch.bool, device=device)
-    allowed[:len(tokenizer.ranks)] = allowed[tokenizer.eot_id] = True
+    allowed = torch.from_numpy(tokenizer.writable).to(device)
     if not c.json:
         print(f"{c.out_dir}, step {step}, on {device}: " + ", ".join(
             f"{key} {getattr(c, key)}" for key in (("dtype",) if rows else SETTINGS)))

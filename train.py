@@ -137,6 +137,7 @@ def check(c):
         raise Refused(f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}")
     if unknown := set(filter(None, c.allow_change.split(","))) - set(CHANGEABLE):
         raise Refused(f"allow_change names {', '.join(unknown)}; it takes: {', '.join(CHANGEABLE)}")
+    Shape.of(c, vocab_size=1)  # refuses one that can't be
 
 
 def learning_rate(step, c):
@@ -223,11 +224,11 @@ def check_batch(c, world):
     """Refuses a global batch that this many ranks and this micro-batch can't divide, naming values that work."""
     windows, rest = divmod(c.global_batch_tokens, c.block_size)
     unit = world * c.micro_batch_size
-    if rest or windows == 0 or windows % unit:
-        some = range(1, min(windows, 4096) + 1)
+    if rest or windows % unit:
+        some = () if rest else range(1, min(windows, 4096) + 1)
         near = sorted({max(1, windows // unit) * unit, (windows // unit + 1) * unit})
-        sizes = [str(n) for n in some if windows and not rest and windows % (world * n) == 0]
-        ranks = [str(n) for n in some if not rest and windows % (n * c.micro_batch_size) == 0]
+        sizes = [str(n) for n in some if windows % (world * n) == 0]
+        ranks = [str(n) for n in some if windows % (n * c.micro_batch_size) == 0]
         raise Refused(
             f"global_batch_tokens={c.global_batch_tokens} can't be cut into {world} rank(s) x micro_batch_size "
             f"{c.micro_batch_size} x block_size {c.block_size}; valid: global_batch_tokens="
@@ -316,13 +317,18 @@ def write_checkpoint(path, content, step):
 def delete_old(out_dir, c, newest, warn):
     """Of each kind keeps the last keep_last up to step `newest`, the one just verified, and every keep_every-th.
 
-    Files of later steps were passed over as bad at the start: they neither count nor go.
+    Files of later steps were passed over as bad at the start: they neither count nor go. One without its json never was
+    whole: it does not count, and goes.
     """
     for kind in ("step", "weights"):
-        for step, path in [found for found in saved_steps(out_dir, (kind,)) if found[0] <= newest][c.keep_last:]:
-            if not (c.keep_every and step % c.keep_every == 0):
+        found = [(step, path, path[:-len(".pt")] + ".json") for step, path in saved_steps(out_dir, (kind,))
+                 if step <= newest]
+        whole = [step for step, _, said in found if os.path.exists(said)]
+        keep = {*whole[:c.keep_last], *(step for step in whole if c.keep_every and step % c.keep_every == 0)}
+        for step, *names in found:
+            if step not in keep:
                 try:
-                    for name in (path[:-len(".pt")] + ".json", path):
+                    for name in reversed(names):
                         if os.path.exists(name):
                             os.unlink(name)
                 except OSError as error:
@@ -420,12 +426,37 @@ def see_out_dir(c, start_id):
                   f"writes to: all nodes need one shared file system for it")
 
 
+def check_same(c, ranks):
+    """Raises Refused where a rank has other settings: its weights would drift from the others' without a word."""
+    of_rank = ranks.gather({key: value for key, value in asdict(c).items() if key not in ("data_dir", "out_dir")})
+    for rank, other in enumerate(of_rank):
+        if differ := [f"{key} {of_rank[0][key]!r} and {value!r}" for key, value in other.items()
+                      if value != of_rank[0][key]]:
+            raise Refused(f"ranks 0 and {rank} have other settings: {'; '.join(differ)}")
+
+
+def first_files(c, ranks):
+    """Copies into out_dir what sampling and exporting need of data_dir. Returns the file for this rank's stack should
+    it hang. Raises Refused."""
+    try:
+        for name in ("tokenizer.tiktoken", "meta.json", "prepare.json") if ranks.rank == 0 else ():
+            source = os.path.join(c.data_dir, name)
+            if name != "prepare.json" or os.path.exists(source):  # what preparing cost: may be missing
+                with open(source, "rb") as f:
+                    prepare.write_atomically(os.path.join(c.out_dir, name), f.read())
+        return open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "a")
+    except OSError as error:
+        raise Refused(f"out_dir {c.out_dir} can't be written on {socket.gethostname()}: {error}") from None
+
+
 def check_room(c, n_params):
     """A line about the disk. Raises Refused where the checkpoints that will stand side by side have no room."""
-    kept = c.keep_last + 1 + (c.max_steps // c.keep_every if c.keep_every else 0)  # a new one stands beside the old
-    need = n_params * (12 * kept + (4 * (c.keep_last + 1) if c.weights_interval else 0))  # fp32 weight and two moments
+    def kept(interval):  # a new one stands beside the old
+        for_good = c.max_steps // math.lcm(c.keep_every, interval) if c.keep_every and interval else 0
+        return c.keep_last + 1 + for_good if interval else 0
+    need = n_params * (12 * kept(c.save_interval) + 4 * kept(c.weights_interval))  # fp32 weight and two moments
     free = shutil.disk_usage(c.out_dir).free + sum(os.path.getsize(path) for _, path in saved_steps(c.out_dir))
-    if c.save_interval and free < need:
+    if free < need:
         raise Refused(f"{c.out_dir} has room for {free / 1e9:.3g} GB of checkpoints, {need / 1e9:.3g} GB are needed: "
                       f"make room, or lower --keep_last or raise --keep_every")
     return f"checkpoints    {12 * n_params / 1e9:.3g} GB each, {need / 1e9:.3g} GB in all; {free / 1e9:,.0f} GB free"
@@ -479,12 +510,13 @@ def build(c, ranks, stop, log, device, corpus, saved):
         torch.backends.cuda.enable_cudnn_sdp(False)
     model = Transformer(shape, c.activation_checkpointing, c.loss_chunks).to(device)
     if not saved and c.init_from not in ("auto", "scratch"):
-        weights, other, source = load_weights(c.init_from)
+        weights, other, source = load_weights(c.init_from, log.say)
         tokenizer = corpus.meta["tokenizer"]["sha256"]
         if source.get("tokenizer_sha256", tokenizer) != tokenizer:
             raise Refused(f"init_from={c.init_from} was trained with another tokenizer than that of {c.data_dir}: its "
                           f"ids stand for other text")
-        if differing := [f"{key} {getattr(other, key)}" for key in ("vocab_size", "eot_id", *SHAPE_KEYS)
+        same = {"vocab_size", "eot_id", *SHAPE_KEYS, "rope_theta", "norm_eps"} - set(c.allow_change.split(","))
+        if differing := [f"{key} {getattr(other, key)}" for key in sorted(same)
                          if getattr(other, key) != getattr(shape, key)]:
             raise Refused(f"init_from={c.init_from} holds weights of another shape: {', '.join(differing)}")
         model.load_state_dict(weights)
@@ -507,8 +539,10 @@ def build(c, ranks, stop, log, device, corpus, saved):
         restore(saved, model, optimizers, scaler, ranks, device, c.seed)
     ddp = model if ranks.world == 1 else torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    token_bytes = prepare.Tokenizer(c.data_dir).token_bytes
-    return Run(c, ranks, stop, log, device, corpus, token_bytes, shape, model, ddp, optimizers, scaler, state)
+    tokenizer = prepare.Tokenizer(c.data_dir)
+    if c.sample_interval:
+        tokenizer.encode("")  # tiktoken may be missing: better known now than at the first sample
+    return Run(c, ranks, stop, log, device, corpus, tokenizer.token_bytes, shape, model, ddp, optimizers, scaler, state)
 
 
 def first_pass(run, x, y):
@@ -546,16 +580,18 @@ def run_sampling(run):
     """Continues the fixed prompts into samples.jsonl, on rank 0 alone, by the raw module and generators of its own."""
     if not run.log.on:
         return
+    import fluency
     import sample
 
-    c, step, tokenizer = run.c, run.state["step"], prepare.Tokenizer(run.c.out_dir)
-    how, prompts = dict(max_new_tokens=64, temperature=0.8, top_k=50, top_p=1.0), sample.fixed_prompts(c.out_dir)
-    rngs = [np.random.RandomState([c.seed, number, 0]) for number in range(len(prompts))]
-    allowed = torch.from_numpy(tokenizer.token_bytes > 0)
-    allowed[tokenizer.eot_id] = True
-    with run.eager(), run.autocast():
-        new = sample.generate(run.model, [tokenizer.encode(text) for text in prompts], *how.values(), rngs,
-                              allowed.to(run.device))
+    c, step, how = run.c, run.state["step"], dict(max_new_tokens=64, temperature=0.8, top_k=50, top_p=1.0)
+    try:
+        tokenizer, prompts = prepare.Tokenizer(c.out_dir), fluency.fixed_prompts(c.out_dir)
+        rngs = [np.random.RandomState([c.seed, number, 0]) for number in range(len(prompts))]
+        with run.eager(), run.autocast():
+            new = sample.generate(run.model, [tokenizer.encode(text) for text in prompts], *how.values(), rngs,
+                                  torch.from_numpy(tokenizer.writable).to(run.device))
+    except (Refused, OSError) as error:  # a volume that went away for a moment
+        return run.log.say(f"WARNING: no sample at step {step}: {error}")
     with contextlib.suppress(OSError), open(os.path.join(c.out_dir, "samples.jsonl"), "a", encoding="utf-8") as f:
         for prompt, ids in zip(prompts, new, strict=True):
             line = dict(step=step, prompt=prompt, completion=tokenizer.decode(ids), tokens=ids, seed=c.seed, **how)
@@ -576,15 +612,16 @@ def end_by_signal(run, saved_ok):
 
 def end_by_guard(run, step, kind, message, x=None, y=None):
     """Nothing is updated or saved any more. For a non-finite value: which module made it, in alarm_step_N.json."""
-    found = {}
+    run.stop.ready = True  # a signal raises its flag only: all ranks leave together
     if x is not None:
         with run.eager(), run.autocast():
-            found = first_nonfinite(run.model, x, y)
+            found = first_nonfinite(run.model, *(t.flatten(0, 1)[:, None] for t in (x, y)))  # a window at a time
         name = f"alarm_step_{step}" + (f".rank{run.ranks.rank}" if run.ranks.rank else "") + ".json"
         text = json.dumps(without_nan(dict(step=step, message=message, rank=run.ranks.rank, **found)), indent=1)
         with contextlib.suppress(OSError):
             prepare.write_atomically(os.path.join(run.c.out_dir, name), text.encode())
-        message += f"; first non-finite: {found['module'] or found['gradient']}, largest logit {found['logit']:.3g}"
+        where = run.ranks.gather(found["module"] or found["gradient"])
+        message += f"; first non-finite: {next(filter(None, where), None)}, largest logit {found['logit']:.3g}"
     if kind not in run.log.alarmed:
         run.log.event("alarm", step, kind=kind, message=message, action="stop: no update, no save")
     run.log.event("stop", step, reason="guard", exit_code=3, **peak_memory(run.device))
@@ -626,11 +663,12 @@ def save(run, kind):
             delete_old(c.out_dir, c, step, run.log.say)
     error = run.ranks.gather(error)[0]
     if error:
-        run.log.event("alarm", step, kind="save_failed", message=error, action="older checkpoints kept, going on")
-        run.log.say(f"WARNING: the save of step {step} failed, older checkpoints are kept: {error}")
+        run.log.alarm("save_failed", step, f"the save of step {step} failed: {error}", "older checkpoints are kept",
+                      every=0)
         return False
     stall_ms = (time.time() - began) * 1000
-    run.log.event("save", step, path=path, bytes=os.path.getsize(path), stall_ms=stall_ms, **peak_memory(run.device))
+    size = run.log.on and os.path.getsize(path)  # a network file system may show it to the others late
+    run.log.event("save", step, path=path, bytes=size, stall_ms=stall_ms, **peak_memory(run.device))
     run.log.say(f"step {step}: saved {path} ({written / 1e6:.1f} MB, {stall_ms:.0f} ms)" if written else
                 f"step {step}: {path} is there already and verified")
     return True
@@ -639,7 +677,8 @@ def save(run, kind):
 def begin(c, ranks, stop, log):
     """All that can refuse, then the record, then the first pass. Returns (run, batches, first batch, hang file), None
     for a finished run."""
-    ranks.join(c.dist_timeout_s)
+    faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=sys.__stderr__)
+    ranks.join(10 * c.dist_timeout_s)  # the others wait while rank 0 saves; a step has its own, shorter limit
     device = ranks.together(pick_device, c, ranks.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
@@ -655,8 +694,10 @@ def begin(c, ranks, stop, log):
     # read whole on a CPU, where the moments then serve as they are; mapped on a GPU, where all are copied over
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=device.type == "cuda") if path else None
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
+    check_same(c, ranks)
     changed = ranks.together(changes_since, saved, c, corpus.fingerprint) if saved else {}
-    rows = read_log(c.out_dir)
+    rows, discarded = ranks.gather([read_log(c.out_dir, name) for name in ("log.jsonl", "log.discarded.jsonl")]
+                                   if ranks.rank == 0 else None)[0]  # what all decide by must be the same
     ends = [(row["event"], row["step"]) for row in rows if row["event"] in ("run_start", "run_end")]
     if saved and saved["step"] >= c.max_steps and ends[-1:] == [("run_end", saved["step"])]:
         log.say(f"finished: {path} is of step {saved['step']}, max_steps is {c.max_steps}")
@@ -664,12 +705,11 @@ def begin(c, ranks, stop, log):
     run = ranks.together(build, c, ranks, stop, log, device, corpus, saved)
     del saved  # a mapped file keeps its space on disk when it is deleted
     batches = ranks.together(Batches, corpus, c, ranks, device, run.state["windows"])
-    x, y, valid = batches.take()
+    x, y, valid = ranks.together(batches.take)
+    log.hang_file = hang_file = ranks.together(first_files, c, ranks)
 
-    log.open(rows, run.state["step"])  # whatever could refuse has been asked: the record begins
+    log.open(rows, discarded, run.state["step"])  # whatever could refuse has been asked: the record begins
     if ranks.rank == 0:
-        for name in ("tokenizer.tiktoken", "meta.json"):
-            shutil.copy(os.path.join(c.data_dir, name), os.path.join(c.out_dir, name))
         log.start_record(run, fresh=not path)
     if path:
         log.say(f"resuming {path}: step {run.state['step'] + 1} is next" + "".join(
@@ -682,10 +722,11 @@ def begin(c, ranks, stop, log):
     for holds, warning in (
             (c.save_interval == 0, "save_interval=0: no checkpoint will be written, not at the end either"),
             (batches.epochs > 4, "the data is read more than 4 times: expect overfitting"),
+            (c.guard != "off" and c.log_interval > 20, f"log_interval={c.log_interval}: of the first 200 steps the "
+             f"guard sees {200 // c.log_interval + 1} lines, too few to end a run by; 10 is better"),
             (c.warmup_steps >= c.max_steps, f"warmup_steps={c.warmup_steps}, the whole run: the rate never falls")):
         if holds:
             log.say(f"warning: {warning}")
-    hang_file = open(os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt"), "a")
     faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
     began = time.time()
     initial_loss, first_pass_s = first_pass(run, x[0], y[0]), time.time() - began
@@ -714,15 +755,18 @@ def train(c, ranks, stop, log):
     run, batches, (x, y, valid), hang_file = begun
     c, state, model, scaler = run.c, run.state, run.model, run.scaler
     n_params, peak = count_parameters(model), c.peak_tflops or PEAK_TFLOPS.get(device_name(run.device), 0)
-    interval = dict(steps=0, seconds=0.0, data_s=0.0)  # since the last line; evaluation and saving stay outside
-    eval_s, saved_ok, verdict = 0.0, True, None
+    interval = []  # (seconds, of them waiting for data) of the steps since the last line, without evaluation and saving
+    eval_s, saved_ok = 0.0, True
     [step_targets] = ranks.sum(valid)
 
     with run.eager(), run.autocast():
         leak = causality_leak(model)
     log.say(f"causality      {'holds' if leak == 0 else f'BROKEN: later tokens move earlier logits by {leak:.3g}'}")
-    if leak and c.guard == "stop":
-        return end_by_guard(run, state["step"], "not_causal", f"later tokens move earlier logits by {leak:.3g}")
+    if leak:
+        kind = "not_causal" if math.isfinite(leak) else "non_finite"
+        if c.guard == "stop":
+            return end_by_guard(run, state["step"], kind, f"later tokens move earlier logits by {leak:.3g}")
+        log.alarm(kind, state["step"], f"later tokens move earlier logits by {leak:.3g}", "going on")
     evaluated = [row["step"] for row in log.rows if row["event"] == "eval"]
     if c.eval_interval and 0 < state["step"] < c.max_steps and not state["step"] % c.eval_interval and (
             state["step"] not in evaluated):
@@ -753,8 +797,7 @@ def train(c, ranks, stop, log):
         this_x, this_y, crc, waited = x, y, batch_crc(x, y) if logged else 0, time.perf_counter()
         x, y, valid = batches.take()
         data_s = time.perf_counter() - waited
-        stopping, judged, loss_sum, crc, next_targets = ranks.sum(
-            stop.signum, verdict is not None, loss_sum, crc, valid)
+        stopping, loss_sum, crc, next_targets = ranks.sum(stop.signum, loss_sum, crc, valid)
         loss = loss_sum / step_targets
         skipped = c.dtype == "float16" and not math.isfinite(grad_norm)  # the scaler will leave this update out
         state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if skipped else 0
@@ -763,8 +806,6 @@ def train(c, ranks, stop, log):
                        f"{state['windows'] + batches.per_step - 1}, scale {scaler.get_scale():g}, "
                        f"{state['skipped_in_a_row']} skipped in a row")
             return end_by_guard(run, step, "non_finite", message, this_x, this_y)
-        if judged:
-            return end_by_guard(run, step, *(verdict.kind, verdict.message) if verdict else ("curve", ""))
 
         for optimizer in run.optimizers:
             if not skipped:
@@ -777,29 +818,28 @@ def train(c, ranks, stop, log):
         step_targets = next_targets
         log.run.update(steps=step, updates=state["updates"])
 
-        interval["steps"] += 1
-        interval["seconds"] += time.perf_counter() - began
-        interval["data_s"] += data_s
+        interval.append((time.perf_counter() - began, data_s))
         if logged:
-            step_s = interval["seconds"] / interval["steps"]
+            step_s, waited_s = np.mean(interval, axis=0).tolist()
             tokens_per_s = c.global_batch_tokens / step_s
             mfu = flops_per_token(n_params, run.shape)[0] * tokens_per_s / (ranks.world * peak * 1e12) if peak else None
             evals_left = (c.max_steps - 1) // c.eval_interval - step // c.eval_interval + 1 if c.eval_interval else 1
             eta_s = (c.max_steps - step) * step_s + evals_left * eval_s
             log.event("step", step, epoch=state["windows"] / batches.n_windows, loss=loss,
                       lr=rate, grad_norm=grad_norm, tokens_per_s=tokens_per_s, mfu=mfu, step_ms=step_s * 1000,
-                      data_ms=interval["data_s"] / interval["steps"] * 1000, tokens=state["tokens"],
+                      data_ms=waited_s * 1000, tokens=state["tokens"],
                       targets=state["targets"], batch_crc=int(crc) % 2**32, eta_s=eta_s,
                       **(dict(loss_scale=scaler.get_scale(), skipped=skipped) if c.dtype == "float16" else {}))
             log.say(f"step {step}/{c.max_steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | "
                     f"{tokens_per_s:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | eta {duration(eta_s)} | "
                     f"{log.device_hours():.3f} device-h")
-            interval = dict(steps=0, seconds=0.0, data_s=0.0)
-            verdict = judge(run)
+            interval.clear()
             hours = log.device_hours() + eta_s * ranks.world / 3600
             if c.budget_gpu_hours and step > 1 and hours > c.budget_gpu_hours:
                 log.alarm("budget", step, f"the run is going to take {hours:.3g} device-hours, budget_gpu_hours is "
                                           f"{c.budget_gpu_hours:g}", "going on")
+            if verdict := ranks.gather(judge(run))[0]:  # rank 0 judges, all leave before anything is saved
+                return end_by_guard(run, step, verdict.kind, verdict.message)
 
         faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
         final = step == c.max_steps
@@ -836,11 +876,13 @@ def main():
         status = {0: "finished", 1: "crashed", 3: "guard"}.get(code, "stopped")
     except Refused as refused:
         code = 2
-        if log.files and ranks.rank:  # met in the middle of a run, by this rank alone
+        if log.rows and ranks.rank:  # met in the middle of a run, by this rank alone
             print(f"train.py: rank {ranks.rank}: {refused}", file=sys.stderr)
         raise
     except SystemExit as ended:
         code, status = ended.code, "stopped"
+        if log.rows:
+            log.event("stop", log.rows[-1]["step"], reason=signal.Signals(code - 128).name, exit_code=code)
         log.say("stopped by a signal before the first update of this start: there was nothing to save")
     except RuntimeError as error:
         if not re.search("out of memory|can't allocate memory", str(error)):
@@ -852,9 +894,9 @@ def main():
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
-        hang = os.path.join(c.out_dir, f"hang.rank{ranks.rank}.txt")
-        if os.path.exists(hang) and os.path.getsize(hang) == 0:
-            os.unlink(hang)
+        with contextlib.suppress(OSError):
+            if log.hang_file and os.path.getsize(log.hang_file.name) == 0:
+                os.unlink(log.hang_file.name)
         log.close(status, code)
     if dist.is_initialized() and code != 1:  # other ranks may be in the middle of an exchange
         dist.destroy_process_group()

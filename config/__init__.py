@@ -5,6 +5,7 @@
 A config file is plain Python that assigns keys. Every key, its type and its default stand in the script's `Config`;
 the comment behind a field is its help text.
 """
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -40,40 +41,26 @@ def _end_in_one_line(kind, error, trace):
 sys.excepthook = _end_in_one_line
 
 
-def _shown(value):
-    return repr(value) if isinstance(value, str) else str(value)
-
-
 def convert(key, kind, value, origin):
     """`value` (text from the command line, or a Python value from a file) as a field's type. Raises Refused."""
-    wrong = Refused(f"{origin}: {key} expects {kind.__name__}, got {_shown(value)}")
+    wrong = f"{origin}: {key} expects {kind.__name__}, got {value!r}"
     if kind is bool:
-        if isinstance(value, bool):
-            return value
         words = {"true": True, "1": True, "false": False, "0": False}
-        if str(value).lower() not in words:
-            raise Refused(f"{wrong} (true, false, 1 or 0)")
-        return words[str(value).lower()]
-    if kind in (int, float):
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise wrong
-        try:
-            number = value if isinstance(value, float) else int(value)
-        except ValueError:
-            try:
-                number = float(value)  # "3e-4"; also "1e3" for an int, since it is whole
-            except ValueError:
-                raise wrong from None
-        if isinstance(number, float) and (not math.isfinite(number) or (kind is int and number != int(number))):
-            raise wrong
-        return kind(number)
-    if kind is str:
-        if not isinstance(value, str):
-            raise wrong
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        wrong += " (true, false, 1 or 0)"
+    elif kind is str and isinstance(value, str):
         return value
-    if kind is tuple:  # given once or several times on the command line, as a list in a file
+    elif kind is tuple and isinstance(value, (str, dict, list, tuple)):
+        # given once or several times on the command line, as a list in a file
         return (value,) if isinstance(value, (str, dict)) else tuple(value)
-    raise TypeError(f"{key}: no settings are of type {kind}")
+    elif kind in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        for read in (int, float):  # "3e-4"; also "1e3" for an int, since it is whole
+            with contextlib.suppress(ValueError, OverflowError):
+                number = read(value)
+                if (isinstance(value, str) or number == value) and math.isfinite(number) and kind(number) == number:
+                    return kind(number)
+    raise Refused(wrong)
 
 
 def helps(config_class):
@@ -87,7 +74,7 @@ def show_help(config_class, doc):
     print(f"{doc.strip()}\n\nusage: python {script} [config/FILE.py ...] [--key=value ...]\n")
     text = helps(config_class)
     for field in dataclasses.fields(config_class):
-        left = f"  --{field.name}={_shown(field.default)}"
+        left = f"  --{field.name}={field.default!r}"
         print(f"{left:<40} {field.type.__name__:<6} {text.get(field.name, '')}")
 
 
@@ -112,6 +99,9 @@ def load(config_class, argv, doc="", positional=None):
     `--help` prints every key and exits. `positional`, if given, is a list that takes the words which are neither
     a `.py` file nor a `--key`. Raises Refused, with the nearest key's name for an unknown one.
     """
+    for stream in (sys.stdout, sys.stderr):  # text that the locale has no letters for must not end a run
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     values, given = {}, {}
 
@@ -135,13 +125,13 @@ def load(config_class, argv, doc="", positional=None):
             continue
         key, equals, value = word[2:].partition("=")
         if key in fields and not equals:
-            raise Refused(f"{word} needs a value: --{key}={_shown(fields[key].default)}")
+            raise Refused(f"{word} needs a value: --{key}={fields[key].default!r}")
         if key in fields and fields[key].type is tuple:
             given[key] = value = given.get(key, ()) + (value,)
         take(key, value, "command line")
     return config_class(**values)
 
 
-def to_argv(config, *keys):
-    """Settings as command-line words, for a script that starts another."""
-    return [f"--{key}={getattr(config, key)}" for key in keys]
+def to_argv(config, config_class):
+    """The keys of `config_class` as command-line words, for a script that starts another."""
+    return [f"--{field.name}={getattr(config, field.name)}" for field in dataclasses.fields(config_class)]

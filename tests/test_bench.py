@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+import torch
 from conftest import finish, start
 
 import bench
@@ -142,11 +143,23 @@ def test_a_sweep_survives_out_of_memory_and_takes_the_fastest_micro_batch():
         if c.micro_batch_size > 2:
             raise bench.Failed("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.")
         return dict(tokens_per_s=100.0 * c.micro_batch_size * n, peak_memory_bytes=2**30)
-    c, lines = bench.sweep(train.Config(global_batch_tokens=16 * 256), 2, measure)
+    c, lines, speedup = bench.sweep(train.Config(global_batch_tokens=16 * 256), 2, measure)
     assert c.micro_batch_size == 2 and asked == [
         (1, True, False, 2), (2, True, False, 2), (4, True, False, 2), (2, False, False, 2), (2, True, True, 2),
         (2, True, False, 1), (2, True, False, 2)]
-    assert lines[3].endswith("out of memory") and lines[-1].endswith("2.00x     100.0%")
+    assert lines[3].endswith("out of memory") and lines[-1].endswith("2.00x     100.0%") and speedup == 2.0
+
+
+def test_a_row_that_is_refused_ends_no_sweep_and_more_devices_than_windows_are_one_row():
+    def measure(c, n):
+        if c.compile:
+            raise Refused("torch.compile can't work here")
+        return dict(tokens_per_s=100.0, peak_memory_bytes=None)
+    c, lines, speedup = bench.sweep(train.Config(compile=False, global_batch_tokens=1024), 8, measure)
+    assert c.micro_batch_size == 1 and len([line for line in lines if "can't work here" in line]) == 1
+    assert speedup == 1.0
+    with pytest.raises(Refused):
+        bench.sweep(train.Config(), 1, measure)
 
 
 def start_bench(folder, *argv):
@@ -192,7 +205,8 @@ def test_an_interrupted_bench_takes_its_run_along(tmp_path):
 
 @pytest.mark.parametrize("argv,says", [
     (["--n_embd=33"], "n_embd=33"), (["--learing_rate=1"], "learning_rate"), (["--devices=-1"], "devices"),
-    (["--dtype=int8"], "dtype"), (["nowhere.py"], "nowhere.py")])
+    (["--dtype=int8"], "dtype"), (["--vocab_size=256"], "at least 257"), (["--block_size=0"], "block_size"),
+     (["nowhere.py"], "nowhere.py")])
 def test_wrong_settings_are_refused_before_anything_is_started(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -202,3 +216,35 @@ def test_wrong_settings_are_refused_before_anything_is_started(argv, says, tmp_p
     with pytest.raises(Refused, match=says) as refused:
         bench.main()
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_or_is_under_torchrun_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    (tmp_path / "file").write_text("")
+    for word, says in (f"--out_dir={tmp_path}/file/out", "out"), ("--profile=no/such/folder/x", "folder/x"):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *TINY, f"--out_dir={tmp_path}/out", "--data_dir=none", word])
+        with pytest.raises(Refused, match=f"{says} can't be written"):
+            bench.main()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refused, match="without torchrun"):
+        bench.main()
+
+
+def test_a_bare_bench_on_a_small_card_halves_the_micro_batch_until_it_fits(tmp_path, monkeypatch, capsys):
+    def measure(c, world, folder, seconds, vocab_size, profile=""):
+        asked.append((c.micro_batch_size, c.global_batch_tokens // c.block_size))
+        if c.micro_batch_size > 2:
+            raise bench.Failed("train.py: rank 0 is out of memory")
+        run = dict(settings=asdict(REFERENCE), device="a card", device_count=1, n_params=502_193_664)
+        return bench.figures(log_of([1000.0] * 6), run, vocab_size)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "matrix_product_tflops", lambda *_: 100.0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    bench.main()
+    assert asked == [(8, 32), (4, 32), (2, 32)] and "half of it is taken" in capsys.readouterr().out

@@ -37,6 +37,7 @@ def test_a_value_arrives_with_the_type_of_its_field(word, key, value):
     ("--learning_rate=nan", ["learning_rate", "float", "nan"]), ("--learning_rate=", ["learning_rate", "float"]),
     ("--max_steps=1e999", ["max_steps", "int"]), ("--compile=yes", ["compile", "bool", "yes"]),
     ("nowhere.py", ["nowhere.py", "does not exist"]), ("--max_steps=True", ["max_steps", "int"]),
+    ("--learning_rate=" + "9" * 310, ["learning_rate", "float"]), ("--max_steps=inf", ["max_steps", "int"]),
 ])
 def test_a_wrong_word_is_refused_naming_key_type_and_value(word, parts):
     with pytest.raises(Refused) as refused:
@@ -58,7 +59,7 @@ def test_a_tuple_field_collects_what_is_given_several_times():
 @pytest.mark.parametrize("text, parts", [
     ("max_stepz = 3\n", ["a.py", "max_stepz", "max_steps"]), ("max_steps = 3\nname = = 4\n", ["a.py", "line 2"]),
     ("max_steps = 3\nname = undefined\n", ["a.py", "line 2", "undefined"]),
-    ("compile = 3\n", ["a.py", "compile", "bool"]),
+    ("compile = 3\n", ["a.py", "compile", "bool"]), ("prompt = 3\n", ["a.py", "prompt", "tuple", "3"]),
     ("max_steps = True\n", ["max_steps", "int", "True"]), ("name = 3\n", ["name", "str", "3"]),
     ("learning_rate = [1]\n", ["learning_rate", "float"]), ("max_steps = 10**400 * 1.0\n", ["a.py", "line 1"]),
 ])
@@ -99,6 +100,7 @@ def test_a_missing_package_is_one_line_naming_make_setup():
     ("--micro_batch_size=0", ["micro_batch_size", "at least 1"]), ("--grad_clip=-1", ["grad_clip"]),
     ("--min_lr=1", ["min_lr", "learning_rate"]), ("--beta2=1", ["beta2"]),
     ("--seed=4294967296", ["seed"]), ("--adam_eps=0", ["adam_eps"]), ("--out_dir=data", ["out_dir"]),
+    ("--block_size=0", ["block_size", "at least 1"]), ("--n_head=3", ["n_head=3", "n_kv_head"]),
     ("--allow_change=n_layer", ["n_layer", "seed"]), ("--allow_change=n_embdd", ["n_embdd"]),
 ])
 def test_train_refuses_settings_that_make_no_sense(words, parts):

@@ -230,6 +230,9 @@ def test_the_model_card_says_data_settings_losses_and_limits_and_names_no_place_
                  f"| all, at step 40 | {last['val_loss']:.4f} |", "## Limits"):
         assert part in card, part
     assert os.path.dirname(out_dir) not in card
+    meta["recipe"] = dict(sources=[dict(name="code", path="owner/data", hub=True, revision=None, commit="c0ffee")])
+    card = export.model_card("x", out_dir, meta, load_weights(out_dir)[2], 1)
+    assert "| code | owner/data at c0ffee |" in card
 
 
 def test_bfloat16_is_the_rounded_weights_at_half_the_size(out_dir, folder, tmp_path):
@@ -265,8 +268,10 @@ def test_damaged_or_foreign_weights_are_not_started_from(folder, tmp_path):
     flip(f"{tmp_path}/flipped/model.safetensors")
     with pytest.raises(Refused, match="copy the folder again"):
         load_weights(f"{tmp_path}/flipped")
-    for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")), dict(num_hidden_layers=3),
-                   dict(num_hidden_layers=1), dict(num_key_value_heads=3), dict(hidden_size="wide")):
+    for change in (dict(model_type="gpt2"), dict(rope_scaling=dict(rope_type="yarn")),
+                   dict(rope_scaling=dict(type="linear", factor=4.0)), dict(num_hidden_layers=3),
+                   dict(num_hidden_layers=1), dict(num_key_value_heads=3), dict(num_key_value_heads=4),
+                   dict(hidden_act="gelu"), dict(hidden_size="wide")):
         shutil.copytree(folder, f"{tmp_path}/other", dirs_exist_ok=True)
         with open(f"{tmp_path}/other/config.json", "w") as f:
             json.dump(prepare.read_json(f"{folder}/config.json") | change, f)

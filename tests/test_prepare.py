@@ -1,5 +1,6 @@
 """prepare.py on real files in real processes. The oracles do not use it: own parsing of the ranks file, own hashing."""
 import base64
+import errno
 import gzip
 import hashlib
 import io
@@ -156,6 +157,7 @@ def mixed(tmp_path_factory):
     write(f"{folder}/docs/files/short.txt", "tiny")
     write(f"{folder}/docs/direct.txt", "A document directly in the folder, not in a sub-folder.")
     write(f"{folder}/docs/direct.png", "No document, though it reads like one.")
+    write(f"{folder}/docs/v1/plain.txt", "A document in a folder whose name begins the next one's.")
     write(f"{folder}/docs/v1.0/dotted.txt", "A document in a folder with a dot in its name.")
     write(f"{folder}/docs/images/a.jpg", b"\xff\xd8")
     write(f"{folder}/docs/files/spaces.txt", "begin" + "\n" * 1_000_000 + "end of a million line ends")
@@ -171,10 +173,11 @@ def test_every_kind_of_file_becomes_documents_of_the_source_of_its_folder(mixed)
     found = everything(f"{folder}/data")
     for text in [*prose(80, 1), *prose(60, 2), *prose(20, 3), CHINESE * 3]:
         assert found[text] == 1
-    assert set(meta_of(f"{folder}/data")["splits"]["train"]) == {"docs", "files", "rows", "web", "v1.0"}
+    assert set(meta_of(f"{folder}/data")["splits"]["train"]) == {"docs", "files", "rows", "web", "v1", "v1.0"}
     assert "not read, ever, by anybody" not in found and "No document, though it reads like one." not in found
     assert found["A document directly in the folder, not in a sub-folder."] == 1
     assert found["A document in a folder with a dot in its name."] == 1
+    assert found["A document in a folder whose name begins the next one's."] == 1
 
 
 def test_a_folder_with_nothing_to_read_is_said_and_left_out(mixed, tmp_path):
@@ -214,6 +217,7 @@ def test_the_screen_shows_the_table_what_was_dropped_pieces_and_the_next_command
                    for line in out.splitlines() if line.startswith("web"))
     assert "1 not_utf8" in out and "latin1.txt" in out and "iconv" in out and ".png" in out
     assert out.count("train.bin from token") == 3 and f"next: python train.py --data_dir={folder}/data" in out
+    assert set(json.load(open(f"{folder}/data/prepare.json"))) == {"device_hours"}
 
 
 def test_the_fast_pattern_splits_as_the_public_one():
@@ -319,6 +323,8 @@ def test_corpus_names_the_token_of_an_id_outside_the_vocabulary(tmp_path):
 
 
 def test_corpus_says_what_is_missing(tmp_path):
+    with pytest.raises(Refused, match="holds no finished data"):
+        prepare.Corpus(f"{ROOT}/README.md")
     with pytest.raises(Refused, match="holds no finished data"):
         prepare.Corpus(f"{tmp_path}/nothing")
     folder = tiny_data(f"{tmp_path}/d")
@@ -512,6 +518,15 @@ MALFORMED = ['{"text": "cut off in the mid', '{"text": "two"} {"text": "objects"
              '{"other": "field"}', '{"text": 12}', '"no object"', "[" * 100_000]
 
 
+def test_the_sample_is_spread_over_files_of_one_name(tmp_path):
+    for i, text in enumerate(prose(200, 19)):
+        write(f"{tmp_path}/d/{i:03d}/text.txt", f"{i} {text}")
+    source = documents.resolve(dict(name="d", path=f"{tmp_path}/d"), prepare.Config(), {}, 1.0)
+    drawn = [int(text.split()[0]) for text in prepare.sample_of(source, 1, source["bytes"] // 10, False)]
+    assert len(drawn) > 10 and 50 < sum(drawn) / len(drawn) < 150
+    assert min(drawn) < 50 and max(drawn) > 150 and sum(n + 1 in drawn for n in drawn) < len(drawn) / 2
+
+
 def test_each_malformed_line_is_refused_by_file_and_line():
     for line in MALFORMED:
         with pytest.raises(Refused, match="^some/x.jsonl.gz:17: "):
@@ -565,6 +580,66 @@ def test_a_source_that_is_mostly_not_utf8_is_refused(tmp_path):
     assert meta_of(f"{tmp_path}/data")["dropped"]["a"] == dict(not_utf8=12)
 
 
+def test_names_that_are_no_utf8_and_folders_of_any_name_are_read_in_a_locale_without_letters(tmp_path):
+    for i, text in enumerate(prose(60, 17)):
+        write(f"{tmp_path}/docs/my notes (2020)/{i}.txt", text)
+    write(os.fsencode(f"{tmp_path}/docs/docs/") + b"\xb1\xa8.txt", "A file that was named on another system, in GBK.")
+    write(f"{tmp_path}/docs/docs/中文.txt", CHINESE)
+    write(f"{tmp_path}/docs/a.txt", "Beside a sub-folder that is called as the folder is.")
+    run(f"--docs={tmp_path}/docs", f"--data_dir={tmp_path}/data", "--vocab_size=300",
+        env=dict(LC_ALL="C", PYTHONUTF8="0"))
+    assert set(meta_of(f"{tmp_path}/data")["splits"]["train"]) == {"my_notes_2020_", "docs", "docs_"}
+    found = everything(f"{tmp_path}/data")
+    assert found["A file that was named on another system, in GBK."] == found[CHINESE] == 1
+
+
+def test_folders_that_cannot_be_listed_are_refused_and_links_and_what_is_no_file_are_said(tmp_path, monkeypatch):
+    write(f"{tmp_path}/docs/a.txt", "the first")
+    write(f"{tmp_path}/elsewhere/b.txt", "behind a link")
+    os.symlink(f"{tmp_path}/elsewhere", f"{tmp_path}/docs/link")
+    os.symlink(f"{tmp_path}/nowhere", f"{tmp_path}/docs/broken.txt")
+    os.mkfifo(f"{tmp_path}/docs/pipe.txt")
+    files, other = documents.local_files(f"{tmp_path}/docs")
+    assert files == [f"{tmp_path}/docs/a.txt"]
+    assert other == {"linked folder, not followed": 1, "broken link or no file": 2}
+
+    def refuse(top, real=os.scandir):
+        if str(top).endswith("/locked"):
+            raise PermissionError(13, "Permission denied", top)
+        return real(top)
+    os.mkdir(f"{tmp_path}/docs/locked")
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="locked"):
+        documents.local_files(f"{tmp_path}/docs")
+
+
+def test_a_file_edited_at_the_same_size_is_another_input(tmp_path):
+    write(f"{tmp_path}/d/a.txt", "x" * 200_000)
+    digests = []
+    for at in (0, 199_999):
+        with open(f"{tmp_path}/d/a.txt", "r+") as file:
+            file.seek(at)
+            file.write("y")
+        digests.append(documents.resolve(dict(name="d", path=f"{tmp_path}/d"), prepare.Config(), {}, 1.0)["digest"])
+    assert digests[0] != digests[1]
+
+
+def test_one_document_of_over_two_gigabytes_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_BYTES", 100)
+    write(f"{tmp_path}/d/a.txt", "x" * 99)
+    write(f"{tmp_path}/d/b.txt.gz", gzip.compress(b"x" * 100))
+    source = dict(path=f"{tmp_path}/d", hub=False, text_field="text")
+    assert len(list(documents.records(source, f"{tmp_path}/d/a.txt", 0))) == 1
+    with pytest.raises(Refused, match="b.txt.gz is one document"):
+        list(documents.records(source, f"{tmp_path}/d/b.txt.gz", 0))
+
+
+def test_bad_bytes_in_another_field_cost_no_document_and_a_lone_carriage_return_ends_a_line():
+    assert documents.text_of("x.jsonl:1", b'{"u": "\xe9\xe8", "text": "short and good text"}', "text")[2] == 0
+    assert documents.text_of("x.jsonl:1", b'{"u": "\xe9", "text": "short \xe9"}', "text")[2] == 1 / 7
+    assert documents.clean("a b\rc\r\nd", b"a b\rc\r\nd", "prose", Counter())[0] == "a b\nc\nd"
+
+
 def test_packed_files_are_read_to_their_end_and_a_cut_one_is_refused_by_name(tmp_path):
     texts = prose(400, 31)
     lines = [(json.dumps(dict(text=text)) + "\n").encode() for text in texts]
@@ -616,6 +691,8 @@ def test_a_rust_panic_names_the_document(monkeypatch):
     (["--vocab_sise=300"], "vocab_size"), ([dict(name="a", path="/no/such/*.txt")], "no file that can be read"),
     ([dict(name="a", path="tests", wieght=1)], "wieght"), ([dict(name="a", path="tests", weight=0)], "weight"),
     ([dict(name="a", path="tests", weight="3")], "weight"),
+    ([dict(name="a", path="tests", data_files={1})], "JSON serializable"),
+    ([dict(name=1, path="tests")], "a dict with name, path"), ([dict(name="a", path=None)], "a dict with name, path"),
     ([dict(name="../a", path="tests")], "different names"), ([dict(name="a", path="tests")] * 2, "different names"),
     ([], "different names"), ([dict(name="a", path="EMPTY")], "no file that can be read"),
     ([dict(name="a", path="EMPTY_FILE.txt")], "no usable train document"),
@@ -624,7 +701,7 @@ def test_wrong_settings_are_one_line_and_leave_no_data(tmp_path, words, why):
     os.mkdir(f"{tmp_path}/EMPTY")
     write(f"{tmp_path}/EMPTY_FILE.txt", "")
     if not words or isinstance(words[0], dict):
-        sources = [{**s, "path": s["path"].replace("EMPTY", f"{tmp_path}/EMPTY")} for s in words]
+        sources = [{**s, "path": s["path"] and s["path"].replace("EMPTY", f"{tmp_path}/EMPTY")} for s in words]
         words = [recipe(tmp_path, sources=sources)]
     assert why in run(*words, f"--data_dir={tmp_path}/data", code=2)
     assert not os.path.exists(f"{tmp_path}/data/meta.json")
@@ -711,6 +788,40 @@ def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
     process.kill()
     process.communicate()
     run(config)
+
+
+def test_a_file_system_without_locks_or_folder_syncs_is_named_or_done_without(tmp_path, monkeypatch):
+    def fail(code):
+        def call(*_):
+            raise OSError(code, os.strerror(code))
+        return call
+    with monkeypatch.context() as patch, pytest.raises(Refused, match="can't be locked .No locks available"):
+        patch.setattr(prepare.fcntl, "flock", fail(errno.ENOLCK))
+        prepare.lock(str(tmp_path))
+    monkeypatch.setattr(os, "fsync", fail(errno.EINVAL))
+    prepare.fsync_folder(str(tmp_path))
+    monkeypatch.setattr(os, "fsync", fail(errno.EIO))
+    with pytest.raises(OSError):
+        prepare.fsync_folder(str(tmp_path))
+
+
+def test_the_hours_of_the_old_data_stay_with_it_and_an_abandoned_attempt_gives_its_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.glob, "glob", lambda pattern, real=prepare.glob.glob: (
+        ["/dev/nvidia0", "/dev/nvidia1"] if pattern.startswith("/dev/nvidia") else real(pattern)))
+    times = iter([100.0, 3700.0])
+    monkeypatch.setattr(prepare.time, "monotonic", lambda: next(times))
+    write(f"{tmp_path}/p.json", json.dumps(dict(device_hours=5.0)))
+    with pytest.raises(KeyboardInterrupt), prepare.counted(f"{tmp_path}/p.json"):
+        raise KeyboardInterrupt
+    assert json.load(open(f"{tmp_path}/p.json")) == dict(device_hours=7.0)
+    monkeypatch.undo()
+    source, usage = dict(share_tokens=10**9, hub=None), type("Usage", (), dict(free=3.9e9))
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(Refused, match="4.0 GB"):
+        prepare.check_space(dict(sources=[source]), str(tmp_path), "uint16")
+    write(f"{tmp_path}/parts/x.000000.shard", "")
+    os.truncate(f"{tmp_path}/parts/x.000000.shard", 2 * 10**8)
+    prepare.check_space(dict(sources=[source]), str(tmp_path), "uint16")
 
 
 def test_overwrite_keeps_the_old_data_until_the_new_is_complete(tmp_path):
@@ -841,6 +952,20 @@ def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatc
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: (time.sleep(30), io.BytesIO())[1])
     started = time.time()
     assert "no answer within 0.3 s" in documents.hub_problem.__wrapped__() and time.time() - started < 5
+
+
+@pytest.mark.parametrize("endpoint", ["hf-mirror.invalid", "http://127.0.0.1:1"])  # without its https://; no server
+def test_an_endpoint_that_is_none_is_a_hub_that_cannot_be_used(monkeypatch, endpoint):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    assert documents.hub_problem.__wrapped__().startswith(f"{endpoint}: ")
+
+
+def test_a_recipe_is_what_comes_back_from_disk_and_no_share_of_a_budget_is_nothing():
+    settings = prepare.Config(budget_tokens=1, sources=(dict(name="a", path=ROOT, data_files=("x", "y")),
+                                                        dict(name="b", path=ROOT)))
+    recipe = documents.make_recipe(settings, {})
+    assert recipe == json.loads(json.dumps(recipe)) and [s["share_tokens"] for s in recipe["sources"]] == [1, 1]
 
 
 def test_auto_never_falls_back_over_another_recipe(mixed):

@@ -23,6 +23,7 @@ from branches import Forked, Torchrun
 from conftest import ROOT, TINY, column, rows, sentences, train_here, write_data
 
 import prepare
+import process
 import train as script
 from config import load
 from model import IGNORE, Shape, Transformer
@@ -41,7 +42,7 @@ def forked(ranks, data_dir, out_dir, *words, function=branches.work, code=0):
         time.sleep(0.01)
     with open(f"{out_dir}.screen", errors="replace") as f:
         text = f.read()
-    if (ended := job.code()) != code:
+    if (ended := job.code()) != code and code is not None:
         job.kill()
         raise AssertionError(f"ended with {ended}:\n{text[-3000:]}")
     return text
@@ -108,11 +109,61 @@ def recorded(words):
         branches.work(words)
 
 
+def on_rank_1(words):
+    """branches.work, on rank 1 with what stands behind --note= as one more word."""
+    [extra] = [word.removeprefix("--note=") for word in words if word.startswith("--note=")]
+    branches.work([*words[:-1], *[extra] * (os.environ["RANK"] == "1"), words[-1]])
+
+
+def test_a_rank_with_other_settings_is_refused_naming_them(data, tmp_path):
+    said = forked(2, data, tmp_path / "out", "--note=--learning_rate=5e-3", function=on_rank_1, code=2)
+    assert "ranks 0 and 1 have other settings: learning_rate 0.01 and 0.005" in said
+    assert not os.path.exists(tmp_path / "out" / "log.jsonl")
+
+
+def broken_on_rank_1(words):
+    """From the first step on the weights of rank 1 hold a NaN; rank 0 looks for it long."""
+    rank, real = os.environ["RANK"], script.first_pass
+
+    def spoil(run, x, y):
+        loss = real(run, x, y)
+        run.model.norm.weight.data[0] = math.nan if rank == "1" else 1.0
+        return loss
+
+    def look(*args, real=script.first_nonfinite):
+        time.sleep(2 * (rank == "0"))
+        return real(*args)
+    with (mock.patch.object(script, "first_pass", spoil), mock.patch.object(script, "causality_leak", lambda _: 0.0),
+          mock.patch.object(script, "first_nonfinite", look)):
+        branches.work(words)
+
+
+def test_the_ranks_leave_together_when_one_of_them_has_a_nan_and_it_is_named(data, tmp_path):
+    said = forked(2, data, tmp_path, function=broken_on_rank_1, code=3)
+    record = prepare.read_json(f"{tmp_path}/run.json")
+    assert (record["status"], record["exit_code"]) == ("guard", 3) and "first non-finite: norm" in said
+
+
+def cut_off_on_rank_1(words):
+    """Rank 1 can't read the windows of the third step."""
+    def read(corpus, split, offset, count, real=prepare.Corpus.read, seen=[]):  # noqa: B006
+        if os.environ["RANK"] == "1" and split == "train" and (seen.append(1) or len(seen) > 12):
+            raise corpus._bad("train", "ends too early")
+        return real(corpus, split, offset, count)
+    with mock.patch.object(prepare.Corpus, "read", read):
+        branches.work(words)
+
+
+def test_what_one_rank_alone_refuses_in_the_middle_of_a_run_is_said(data, tmp_path):
+    said = forked(2, data, tmp_path, "--dist_timeout_s=20", function=cut_off_on_rank_1, code=None)
+    assert "train.py: rank 1: " in said and "ends too early" in said
+
+
 def test_ranks_train_on_different_windows_and_hold_the_same_parameters_after_every_step(data, tmp_path):
     one, out, words = tmp_path / "one", tmp_path / "out", ("--compile=True", "--max_steps=4", "--n_layer=1")
     forked(1, data, one, *words, function=recorded)  # alone first: what it compiles the two find in the cache
     text = forked(2, data, out, *words, function=recorded)
-    assert "compiled, accumulation 3" in text
+    assert f"{'eager' if process.why_no_compile(torch.device('cpu')) else 'compiled'}, accumulation 3" in text
     assert np.allclose(column(one, "loss"), column(out, "loss"), rtol=1e-4)
     ranks = [[json.loads(line) for line in open(f"{out}.rank{rank}")] for rank in (0, 1)]
     ids, (n, block) = np.fromfile(f"{data}/train.bin", "<u2"), (branches.WINDOWS, branches.BLOCK)

@@ -16,7 +16,7 @@ from faults import FAULTS
 import report
 import train as train_script
 from config import Refused, load
-from diagnosis import SYMPTOMS, diagnose
+from diagnosis import SYMPTOMS, diagnose, history
 
 SETTINGS = asdict(load(train_script.Config, [*TINY, "--max_steps=1000", "--warmup_steps=20", "--log_interval=10"]))
 LN_V = math.log(4096)
@@ -69,9 +69,10 @@ def said(log, **settings):
 ])
 def test_a_faulty_run_is_stopped_with_exit_3(data_dir, tmp_path, monkeypatch, fault, kind, by, words):
     monkeypatch.setattr(*FAULTS[fault]())
-    assert train_here(data_dir, tmp_path, "--max_steps=300", "--save_interval=300", "--block_size=16", "--n_layer=1",
+    assert train_here(data_dir, tmp_path, "--max_steps=300", "--save_interval=2", "--block_size=16", "--n_layer=1",
                       "--global_batch_tokens=128", "--micro_batch_size=8", "--log_interval=10", *words) == 3
     [stop] = rows(tmp_path, "stop")
+    assert not [row for row in rows(tmp_path, "save") if row["step"] >= stop["step"]]
     assert stop["reason"] == "guard" and stop["step"] <= by
     assert kind in [row["kind"] for row in rows(tmp_path, "alarm")]
 
@@ -287,6 +288,57 @@ def test_lost_work_is_counted_in_device_hours(tmp_path):
     with open(f"{path}/run.json", "w") as f:
         json.dump(a_run(max_steps=300), f)
     assert "duration 6m52s, +14.4% against the estimate" in report_of(path)[0]
+
+
+def test_hours_lost_twice_are_counted_once_and_a_failed_save_in_a_folder_called_again_loses_none(tmp_path):
+    save = dict(event="save", time=99.5, step=100, elapsed_s=102, gpu_hours=102 / 3600, path="x", stall_ms=0.0)
+    failed = dict(event="alarm", time=150, step=150, elapsed_s=152, gpu_hours=152 / 3600, kind="save_failed",
+                  message="out/again/ckpt: no space", action="going on")
+    log = lines(steps=300)
+    lost = [row for row in log if 100 < row["step"] <= 200]  # heard of until 202 s, killed; and killed again at 312 s
+    begun = dict(log[0], time=1000.0, step=100, start="resume", elapsed_s=202 + 10, gpu_hours=212 / 3600)
+    again = [dict(row, time=1000.0 + row["step"], elapsed_s=row["elapsed_s"] + 110,
+                  gpu_hours=(row["elapsed_s"] + 110) / 3600) for row in lost]
+    path = folder(tmp_path, [row for row in log if row["step"] <= 100] + [save, failed, begun, *again], a_run("killed"))
+    with open(f"{path}/log.discarded.jsonl", "w") as f:
+        f.writelines(json.dumps(row) + "\n" for row in lost)
+    r = report.read_run(path)
+    assert [round(hours * 3600) for *_, hours in r.mishaps if hours] == [100, 10, 100]
+    assert report.where_time_went(r)["work done again"] == pytest.approx(100) and report_of(path)
+
+
+def test_figures_are_of_this_run_whatever_its_folder_and_its_sources_are_called(tmp_path):
+    log = [*lines(steps=200), dict(event="alarm", time=390, step=390, elapsed_s=392, gpu_hours=392 / 3600, kind="spike",
+                                   message="x", action="x"), evaluation(200, 4.0, val=9.0)]
+    weights = dict(event="save", time=195, step=195, elapsed_s=197, gpu_hours=197 / 3600, stall_ms=0.0,
+                   path="out/ckpt/weights_00000195.pt")
+    path = folder(tmp_path / "a", [*log, weights], a_run("killed", note="caf\udce9"), bench=dict(
+        tokens_per_s=400.0, n_params=999))
+    text, _ = report_of(path)
+    assert row_of(text, "val loss") == ["4.0000"] and row_of(text, "source val loss") == ["9.0000"]
+    assert row_of(text, "tokens/s") == ["not measured", "384"]  # an estimate of another model
+    assert row_of(text, "steps") == ["195 of 1,000"]
+    assert report.read_run(path).mishaps[-1][3] == pytest.approx(390 / 3600)  # weights alone resume nothing
+    path = folder(tmp_path / "b", lines(), a_run(), bench=dict(tokens_per_s=400.0, est_hours=1.0, est_tokens=1))
+    assert "| duration | not measured | 5m02s |" in report_of(path)[0]  # an estimate of another length
+
+
+def test_what_several_runs_share_is_paid_once_and_a_report_that_cannot_be_written_is_one_line(tmp_path):
+    paths = [folder(tmp_path / name, lines(), a_run(budget_gpu_hours=1.0), prepare=dict(device_hours=3.0))
+             for name in "ab"]
+    text, _ = report_of(*paths)
+    assert "| data | 3 |" in text and row_of(text, "budget")[0] == "2"
+    os.remove(f"{paths[0]}/report.md")
+    os.mkdir(f"{paths[0]}/report.md")
+    code, _, err = finish(start("report.py", paths[0]))
+    assert code == 2 and err.count("\n") == 1 and not [name for name in os.listdir(paths[0]) if name.endswith("tmp")]
+
+
+def test_the_last_line_of_a_long_run_is_judged_too(monkeypatch):
+    seen, log = [], lines(steps=2001, every=1)
+    monkeypatch.setattr("diagnosis.diagnose", lambda rows, *_: seen.append(len(rows)) or [])
+    history(log, SETTINGS, 4096, 1)
+    assert seen[-1] == len(log) and seen == sorted(set(seen)) and 1000 <= len(seen) <= 2000
 
 
 def test_several_runs_side_by_side_with_their_spread(tmp_path):

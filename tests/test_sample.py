@@ -272,7 +272,7 @@ def test_without_the_data_it_continues_written_prompts_says_so_and_passes_nobody
     (tmp_path / "run" / "log.jsonl").write_text('{"event": "eval", "step": 1, "val_ppl": 1.5}\n')
     (*lines, last), err = call(monkeypatch, capsys, f"--out_dir={out_dir}", "--max_new_tokens=40")
     prompts = [*fluency.WRITTEN_PROMPTS["code"], *fluency.WRITTEN_PROMPTS["prose"]]
-    assert [line["prompt"] for line in lines] == prompts == sample.fixed_prompts(out_dir)
+    assert [line["prompt"] for line in lines] == prompts == fluency.fixed_prompts(out_dir)
     assert "gone" in err and last["verdict"] in (None, "fail")
     assert last["check"]["code"]["documents"] == dict(perplexity=1.5)
     assert fluency.failures(dict(valid_utf8=1, repeated=0, perplexity=1, ended=1), dict(perplexity=1.5)) == []
@@ -282,7 +282,7 @@ def test_prompts_are_written_for_each_source_by_its_name_or_kind(tmp_path):
     meta = dict(splits=dict(train=dict(zh=1, mine=1, wiki=1)), recipe=dict(sources=[dict(name="mine", kind="code")]))
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     expected = [text for name in ("zh", "code", "") for text in fluency.WRITTEN_PROMPTS[name]]
-    assert sample.fixed_prompts(tmp_path) == expected
+    assert fluency.fixed_prompts(tmp_path) == expected
 
 
 def ordered_text(rng, length=80):
@@ -372,6 +372,7 @@ def figures(model, ids, n_bytes):
 def test_score_gives_loss_perplexity_and_bits_per_byte_of_a_text(out_dir, model, tmp_path, monkeypatch, capsys):
     text = TEXT + "<|endoftext|> 水 and more"
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as some clusters set it everywhere
     [row], _ = call(monkeypatch, capsys, f"--out_dir={out_dir}", f"--score={tmp_path}/text.txt", "--dtype=float32")
     ids = list(text.encode())
     assert row["tokens"] == row["bytes"] == len(ids) and row["step"] == 1
@@ -428,12 +429,13 @@ def spoil(folder, what, tmp_path):
     ("--out_dir=nowhere", "nowhere"), ("--prompt_file=nowhere.txt", "nowhere.txt"), ("--prompt_file=.", "directory"),
     ("--prompt_file=latin.txt", "not UTF-8"), ("--prompt_file=bad.jsonl", "line 2"), ("--prompt=\udcff", "UTF-8"),
     ("--temperature=-1", "temperature=-1"), ("--top_p=0", "top_p=0"), ("--top_p=1.5", "top_p=1.5"),
-    ("--top_k=-1", "top_k=-1"), ("--num_samples=0", "num_samples"), ("--max_new_tokens=0", "max_new_tokens"),
+    ("--seed=4294967296", "seed"), ("--top_k=-1", "top_k=-1"),
+    ("--num_samples=0", "num_samples"), ("--max_new_tokens=0", "max_new_tokens"),
     ("once upon a time", "--prompt='once upon a time'"), ("--prompt_file=empty.jsonl", "no prompt"),
     ("--score=nowhere.txt", "nowhere.txt"), ("--score=latin.txt", "not UTF-8"), ("--score=empty.txt", "empty"),
     ("--split=train", "val, test"), ("--split=test --prompt=a", "different jobs"),
     ("--data_dir=nowhere", "no finished"), ("--data_dir=other", "is not the data"),
-    ("--out_dir=latin.txt", "is no checkpoint"),
+    ("--out_dir=latin.txt", "is no checkpoint"), ("--out_dir=module.pt", "is no checkpoint"),
     ("--device=gpu", "auto, cpu, cuda"), ("--dtype=int8", "bfloat16"), ("no checkpoint", "no verified checkpoint"),
     ("no tokenizer", "tokenizer.tiktoken"), ("other tokenizer", "280"), ("other shape", "does not fit")])
 def test_wrong_input_is_refused_in_one_line(what, says, tmp_path, monkeypatch, capsys):
@@ -442,6 +444,7 @@ def test_wrong_input_is_refused_in_one_line(what, says, tmp_path, monkeypatch, c
     (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
     (tmp_path / "bad.jsonl").write_text('"good"\n{"text": "no prompt"}\n')
     (tmp_path / "empty.txt").write_text("")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     spoil(folder, what, tmp_path)
     words = [what] if "once" in what else what.split() if what.startswith("--") else []

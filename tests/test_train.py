@@ -6,11 +6,13 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +203,7 @@ def test_what_torch_compile_lacks_is_named_a_cpu_goes_on_eagerly_and_a_gpu_is_re
         monkeypatch.setenv("CC", "no-such-compiler -O2")
         monkeypatch.setenv("CXX", "no-such-compiler -O2")
     elif lacks == "header":
+        monkeypatch.setattr(process.shutil, "which", lambda name: name)
         monkeypatch.setattr(process.sysconfig, "get_paths", lambda: dict(include="/nowhere"))
     with monkeypatch.context() as patch, pytest.raises(Refused, match=re.escape(package)):
         patch.setattr(process.importlib.util, "find_spec", lambda name: lacks != "triton")
@@ -427,6 +430,43 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training(data_di
     assert train_here(data_dir, tmp_path, "--keep_last=1") == 0
 
 
+def test_room_is_asked_for_the_checkpoints_that_will_stand_side_by_side(tmp_path):
+    def need(*words):
+        said = script.check_room(replace(settings(*words), out_dir=str(tmp_path)), 10**6)
+        return said.split(" GB each, ")[1].split()[0]
+    reference = "--max_steps=9536", "--save_interval=250"
+    assert need(*reference) == "0.036" and need(*reference, "--weights_interval=100") == "0.048"
+    assert need(*reference, "--keep_every=10") == "0.492"  # all 38 multiples of 250, and three more
+    assert need(*reference, "--keep_every=1000", "--weights_interval=100") == "0.192"  # nine and three of each kind
+    assert need("--save_interval=0") == "0"
+
+
+def test_read_only_data_can_be_trained_on_again_and_a_folder_that_takes_no_file_is_refused(tmp_path):
+    data = write_data(str(tmp_path / "data"), sentences(60))
+    for name in os.listdir(data):
+        os.chmod(f"{data}/{name}", 0o444)
+    assert train_here(data, tmp_path / "out", "--max_steps=1") == 0
+    for name in ("meta.json", "tokenizer.tiktoken"):
+        assert os.stat(tmp_path / "out" / name).st_mode & 0o200
+    os.makedirs(tmp_path / "b" / "hang.rank0.txt")
+    with pytest.raises(Refused, match="can't be written on"):
+        train_here(data, tmp_path / "b", "--max_steps=1")
+
+
+def test_samples_are_refused_at_the_start_where_tiktoken_is_missing(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ModuleNotFoundError):
+        train_here(data_dir, tmp_path, "--sample_interval=4")
+    assert not os.path.exists(tmp_path / "log.jsonl") and train_here(data_dir, tmp_path) == 0
+
+
+def test_without_git_a_run_has_no_commit_and_goes_on(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert train_here(data_dir, tmp_path, "--max_steps=1") == 0
+    record = json.load(open(tmp_path / "run.json"))
+    assert record["commit"] is None and record["dirty"] is False
+
+
 def test_a_damaged_newer_checkpoint_neither_counts_nor_goes_when_old_ones_are_deleted(data_dir, tmp_path):
     assert train_here(data_dir, tmp_path) == 0
     with open(tmp_path / "ckpt" / "step_00000008.pt", "ab") as f:
@@ -453,9 +493,18 @@ def test_a_start_from_weights_begins_at_step_0_and_refuses_another_shape(data_di
     assert f"next: python report.py {tmp_path}/a, python sample.py --out_dir={tmp_path}/a" in out
     assert column(tmp_path / "a", "loss")[0] < column(straight, "loss")[0] - 1
     assert column(tmp_path / "a", "step") == list(range(1, 9))
+    shutil.copytree(straight, tmp_path / "damaged")
+    with open(tmp_path / "damaged" / "ckpt" / "step_00000008.pt", "ab") as f:
+        f.write(b"x")
+    assert train_here(data_dir, tmp_path / "c", f"--init_from={tmp_path}/damaged", "--max_steps=1") == 0
+    assert "step_00000008.pt is not used" in (out := capsys.readouterr().out) and "step 4; optimizer and" in out
     for words in (["--n_layer=3"], ["--n_head=2", "--n_kv_head=1"]):  # the second has tensors of the same sizes
         with pytest.raises(Refused, match="another shape"):
             train_here(data_dir, tmp_path / "b", f"--init_from={straight}", *words)
+    with pytest.raises(Refused, match="another shape: rope_theta 10000.0"):
+        train_here(data_dir, tmp_path / "b", f"--init_from={straight}", "--rope_theta=5e5")
+    allowed = "--rope_theta=5e5", "--allow_change=rope_theta", "--max_steps=1"
+    assert train_here(data_dir, tmp_path / "d", f"--init_from={straight}", *allowed) == 0
     other = write_data(str(tmp_path / "other"), sentences(40))
     meta = json.load(open(f"{other}/meta.json"))
     ranks = open(f"{other}/tokenizer.tiktoken").read().replace("YQ== 97", "-").replace("Yg== 98", "YQ== 98").replace(

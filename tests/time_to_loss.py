@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,7 +93,7 @@ def nanogpt_loss(checkout, corpus, block_size):
 def ours_run(c, out_dir):
     """(held-out loss, seconds of the updates, seconds from the process's start to its last update)."""
     c, began = replace(c, out_dir=out_dir), time.time()
-    subprocess.run([sys.executable, f"{HERE}/train.py", *to_argv(c, *(f.name for f in fields(train.Config)))],
+    subprocess.run([sys.executable, f"{HERE}/train.py", *to_argv(c, train.Config)],
                    stdout=subprocess.DEVNULL, check=True)
     rows = read_log(out_dir)
     steps = [row for row in rows if row["event"] == "step"]

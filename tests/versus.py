@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import bench  # noqa: E402
 import train  # noqa: E402
 from config import Refused, load  # noqa: E402
-from model import Shape, flops_per_token, parameters_of  # noqa: E402
+from model import Shape, describe, flops_per_token  # noqa: E402
 from process import pick_device, pick_dtype  # noqa: E402
 
 VOCAB = 32_000
@@ -57,7 +57,7 @@ def llama(c):
         vocab_size=VOCAB, hidden_size=c.n_embd, intermediate_size=c.ffn_hidden, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, max_position_embeddings=c.block_size,
         tie_word_embeddings=c.tie_embeddings, attn_implementation="sdpa", use_cache=False))
-    assert sum(p.numel() for p in model.parameters()) == parameters_of(Shape.of(c, VOCAB))
+    assert sum(p.numel() for p in model.parameters()) == describe(Shape.of(c, VOCAB), 1)[0]
     run = model if c.side == "llama_layers" else torch.compile(model)
     if run is model:
         model.loss_function = torch.compile(model.loss_function)
@@ -140,7 +140,7 @@ def main():
         times = np.median(found["ours"]) / np.median(measured) if "ours" in found else np.nan
         print(f"{side:<16} {np.median(measured):>9,.0f} {min(measured):>9,.0f} {max(measured):>9,.0f}  {times:.2f} x")
     if "ours" in found:
-        reached = flops_per_token(parameters_of(shape), shape)[0] * np.median(found["ours"]) / np.median(rates) / 1e12
+        reached = flops_per_token(describe(shape, 1)[0], shape)[0] * np.median(found["ours"]) / np.median(rates) / 1e12
         print(f"ours reaches {reached:.1%} of a large {c.dtype} matrix product's {np.median(rates):.3g} TFLOP/s "
               "here (6N)")
 
