@@ -1,24 +1,27 @@
 # setup, demo and test each work on a bare machine with python3 >= 3.11 and its venv module, and again where .venv exists.
 PYTHON ?= python3
-TORCH  ?= pinned
+# pinned or system; what was set up stays
+TORCH  ?= $(or $(patsubst .venv/ready.%,%,$(wildcard .venv/ready.*)),pinned)
 PY     := .venv/bin/python
 # nothing here needs the Hub, so nothing waits for it
 export HF_HUB_OFFLINE = 1
 
 .PHONY: setup demo test lint faults branches clean
 
-setup: .venv/ready
+setup: .venv/ready.$(TORCH)
 
-.venv/ready: requirements.txt requirements-dev.txt
+.venv/ready.$(TORCH): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python3 >= 3.11 is needed, this is $$($(PYTHON) -V); name another with make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "python3 lacks the venv module: apt-get install python3-venv" >&2; exit 2; }
 ifeq ($(TORCH),system)
-	$(PYTHON) -m venv --system-site-packages .venv
+	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) --system-site-packages .venv
+	@# an image may keep its torch in a venv of its own, which that option does not see
+	@$(PYTHON) -c 'import site; print("\n".join(site.getsitepackages()))' > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/image.pth
 	@$(PY) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' || { echo "TORCH=system needs this python to have torch >= 2.11" >&2; exit 2; }
 	grep -hv -e '^torch==' -e '^-r' requirements.txt requirements-dev.txt > .venv/requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
 else
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 endif
 	@touch $@

@@ -9,6 +9,7 @@ trains on random ids. Every key of train.py is taken and passed on; the last one
 What it finds goes to out_dir/bench.json, where report.py looks for it.
 """
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -294,21 +295,23 @@ def main():
         print(f"notice: {world} device(s) x {c.micro_batch_size} windows do not divide {c.global_batch_tokens:,} "
               f"tokens; a step takes {batch:,}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise Refused("this starts its own processes: without torchrun")
-    path = os.path.join(c.out_dir, "bench.json")
+        raise Refused("this starts its own processes: without torchrun, and where WORLD_SIZE is set anyway, unset it")
+    path, before = os.path.join(c.out_dir, "bench.json"), 0.0
     try:
         os.makedirs(c.out_dir, exist_ok=True)
-        if c.profile:
-            open(c.profile, "w").close()
+        for name in filter(None, (path + ".tmp", c.profile)):
+            open(name, "w").close()
+        os.unlink(path + ".tmp")
     except OSError as error:
         raise Refused(f"{error.filename} can't be written: {error.strerror}") from None
-    before = read_json(path).get("device_hours") or 0.0  # of earlier benches of this run
+    with contextlib.suppress(Refused):  # damaged
+        before = read_json(path).get("device_hours") or 0.0  # of earlier benches of this run
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))  # through run_train's finally
 
     with tempfile.TemporaryDirectory(prefix="bench.") as folder:
         asked = c
-        if cuda and not named:  # any card, about two minutes
+        if cuda and not named and not c.sweep:  # any card, about two minutes
             few = 4 * world * c.micro_batch_size * c.block_size
             c = replace(c, global_batch_tokens=min(few, c.global_batch_tokens))
         if os.path.exists(os.path.join(c.data_dir, "meta.json")):

@@ -96,10 +96,11 @@ def docs_sources(folder):
     records = [named(name, os.path.join(folder, name)) for name in names]
     below = [record for record in records if os.path.isdir(record["path"])]
     direct = named(os.path.basename(os.path.abspath(folder)), os.path.join(glob.escape(folder), "*"))
-    while direct["name"] in [record["name"] for record in below]:
-        direct["name"] += "_"
-    found = []
+    found, taken = [], set()
     for record in below + [direct] * (len(below) < len(records)):
+        while record["name"] in taken:
+            record["name"] += "_"
+        taken.add(record["name"])
         files, other = local_files(record["path"])
         if files:
             found.append(record)
@@ -279,10 +280,12 @@ def records(source, path, start):
             import pyarrow
             file = pyarrow.input_stream(file, packed)
         unpacked = io.BufferedReader(file, 1 << 18)
-        lines = unpacked if ending(path) in LINES else [unpacked.read(MAX_BYTES)]
-        if lines is not unpacked and len(lines[0]) == MAX_BYTES:
-            raise Refused(f"{path} is one document of over 2 GB: cut it, or write JSON lines, a document a line")
-        yield from ((raw, len(raw)) for raw in itertools.islice(lines, start, None))
+        if ending(path) not in LINES:  # in pieces: read(n) would allocate all n bytes first
+            pieces = itertools.takewhile(len, (unpacked.read(1 << 20) for _ in range(-(-MAX_BYTES >> 20))))
+            if len(whole := b"".join(pieces)) >= MAX_BYTES:
+                raise Refused(f"{path} is one document of over 2 GB: cut it, or write JSON lines, a document a line")
+            unpacked = [whole]
+        yield from ((raw, len(raw)) for raw in itertools.islice(unpacked, start, None))
 
 
 def check_hub(source):
@@ -371,7 +374,7 @@ def clean(text, given, kind, tally):
         return new
     data = given
     data = apply("bom", data.removeprefix(b"\xef\xbb\xbf"))
-    data = apply("crlf", data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data)
+    data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\n" in data else data.replace(b"\r", b"\n"))
     flat = data.translate(BLANK, CONTROLS)
     data = apply("control", data if len(flat) == len(data) else data.translate(None, CONTROLS))
     if kind == "prose" and b" " * 65 in flat:  # found ten times as fast as by the expression

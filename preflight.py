@@ -230,7 +230,7 @@ def batch(p):
     torch.cuda.empty_cache()  # the memory is for the other process
     child(c, 1)
     there = prepare.read_json(f"{c.out_dir}/run.json")["initial_loss"]  # before it makes a step
-    shutil.rmtree(c.out_dir)  # the disk has room for the run's checkpoints, not for many more
+    shutil.rmtree(c.out_dir, ignore_errors=True)  # the disk has room for the run's checkpoints, not for many more
     yield saved and abs(here - there) <= (1e-4 if p.device.type == "cuda" else 0), (
         f"loss {here:.7f}; saved and loaded by a new process {there:.7f}")
 
@@ -409,7 +409,7 @@ def main():
     if not set(parts) <= set(CHECKS):
         raise Refused(f"only={c.only!r} takes {', '.join(CHECKS)}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise Refused("this starts its own processes: without torchrun")
+        raise Refused("this starts its own processes: without torchrun, and where WORLD_SIZE is set anyway, unset it")
     corpus = prepare.Corpus(c.data_dir, check=False)
     shape = Shape.of(c, corpus.vocab_size, corpus.eot_id)
     device = torch.device("cpu") if parts == ["data"] else pick_device(c, 0)
@@ -431,10 +431,11 @@ def main():
     seconds, found = time.time() - began, [row["result"] for row in rows]
     print(", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)), "in", duration(seconds))
     print("" if c.only else PROVES)
-    with contextlib.suppress(OSError, Refused):  # out_dir has said why
-        before = prepare.read_json(f"{c.out_dir}/preflight.json").get("device_hours") or 0.0  # of earlier ones
-        record = dict(schema=1, time=began, seconds=seconds, device_hours=before + seconds * p.world / 3600,
-                      checks=rows, estimate=p.estimate, settings=asdict(c), commit=git("rev-parse", "HEAD"))
+    record = dict(schema=1, time=began, seconds=seconds, device_hours=seconds * p.world / 3600, checks=rows,
+                  estimate=p.estimate, settings=asdict(c), commit=git("rev-parse", "HEAD"))
+    with contextlib.suppress(Refused):  # damaged
+        record["device_hours"] += prepare.read_json(f"{c.out_dir}/preflight.json").get("device_hours") or 0.0
+    with contextlib.suppress(OSError):  # out_dir has said why
         os.makedirs(c.out_dir, exist_ok=True)
         prepare.write_atomically(f"{c.out_dir}/preflight.json", json.dumps(without_nan(record), indent=1).encode())
     sys.exit(1 if "FAIL" in found else 0)

@@ -613,7 +613,6 @@ def prepare(settings):
 
 
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its hours are counted
     try:
         prepare(load(Config, sys.argv[1:], __doc__))
     except KeyboardInterrupt:

@@ -155,6 +155,8 @@ def speed(r):
     b, alone = r.bench, 1.0 if r.world == 1 else None
     if (b.get("n_params", r.n_params), b.get("devices", r.world)) != (r.n_params, r.world):
         b = {}  # of another model, or on other devices
+    if b.get("global_batch_tokens") not in (None, r.settings.get("global_batch_tokens")):
+        b = b | dict(step_ms=None)  # of another step
     if b.get("est_tokens") not in (None, r.max_steps * r.settings.get("global_batch_tokens", 0)):
         b = b | dict(est_hours=None, est_gpu_hours=None)  # for another length
     if b.get("tokens_per_s") and b.get("speedup") and r.tokens_per_s:
@@ -202,10 +204,10 @@ def costs(runs, c):
     settings = next((r.settings for r in runs if r.settings.get("gpu_hour_price")), runs[0].settings)
     price = c.gpu_hour_price or settings.get("gpu_hour_price") or 0
     budget = c.budget_gpu_hours or sum(r.settings.get("budget_gpu_hours") or 0 for r in runs)
-    once = {r.run.get("data_fingerprint"): r.prepare.get("device_hours") for r in runs}  # several runs on one folder
-    items = [("data", list(once.values()))] + [(name, [getattr(r, key).get("device_hours") for r in runs])
-                                               for name, key in (("smoke test (preflight)", "preflight"),
-                                                                 ("bench", "bench"))]
+    once = {r.run.get("data_fingerprint"): r.prepare["device_hours"] for r in runs if r.prepare.get("device_hours")}
+    items = [("data", [*once.values()] or [r.prepare.get("device_hours") for r in runs])]  # several runs on one folder
+    items += [(name, [getattr(r, key).get("device_hours") for r in runs]) for name, key in (
+        ("smoke test (preflight)", "preflight"), ("bench", "bench"))]
     items += [("run", [r.hours - r.lost_hours if r.rows else None for r in runs]),
               ("reruns: lost work, restarts", [r.lost_hours if r.rows else None for r in runs])]
     rows = [(name, sum(filter(None, parts)) if set(parts) != {None} else None) for name, parts in items]

@@ -539,10 +539,10 @@ def build(c, ranks, stop, log, device, corpus, saved):
         restore(saved, model, optimizers, scaler, ranks, device, c.seed)
     ddp = model if ranks.world == 1 else torch.nn.parallel.DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    tokenizer = prepare.Tokenizer(c.data_dir)
     if c.sample_interval:
-        tokenizer.encode("")  # tiktoken may be missing: better known now than at the first sample
-    return Run(c, ranks, stop, log, device, corpus, tokenizer.token_bytes, shape, model, ddp, optimizers, scaler, state)
+        import tiktoken  # noqa: F401 - it may be missing: better known now than at the first sample
+    token_bytes = prepare.Tokenizer(c.data_dir).token_bytes
+    return Run(c, ranks, stop, log, device, corpus, token_bytes, shape, model, ddp, optimizers, scaler, state)
 
 
 def first_pass(run, x, y):
@@ -613,6 +613,7 @@ def end_by_signal(run, saved_ok):
 def end_by_guard(run, step, kind, message, x=None, y=None):
     """Nothing is updated or saved any more. For a non-finite value: which module made it, in alarm_step_N.json."""
     run.stop.ready = True  # a signal raises its flag only: all ranks leave together
+    faulthandler.dump_traceback_later(10 * run.c.dist_timeout_s, exit=True, file=run.log.hang_file)
     if x is not None:
         with run.eager(), run.autocast():
             found = first_nonfinite(run.model, *(t.flatten(0, 1)[:, None] for t in (x, y)))  # a window at a time
@@ -620,8 +621,9 @@ def end_by_guard(run, step, kind, message, x=None, y=None):
         text = json.dumps(without_nan(dict(step=step, message=message, rank=run.ranks.rank, **found)), indent=1)
         with contextlib.suppress(OSError):
             prepare.write_atomically(os.path.join(run.c.out_dir, name), text.encode())
-        where = run.ranks.gather(found["module"] or found["gradient"])
-        message += f"; first non-finite: {next(filter(None, where), None)}, largest logit {found['logit']:.3g}"
+        where = [f"{name} on rank {rank}, largest logit {logit:.3g}" for rank, (name, logit) in enumerate(
+            run.ranks.gather((found["module"] or found["gradient"], found["logit"]))) if name]
+        message += f"; first non-finite: {(where or ['not found again'])[0]}"
     if kind not in run.log.alarmed:
         run.log.event("alarm", step, kind=kind, message=message, action="stop: no update, no save")
     run.log.event("stop", step, reason="guard", exit_code=3, **peak_memory(run.device))
@@ -762,11 +764,12 @@ def train(c, ranks, stop, log):
     with run.eager(), run.autocast():
         leak = causality_leak(model)
     log.say(f"causality      {'holds' if leak == 0 else f'BROKEN: later tokens move earlier logits by {leak:.3g}'}")
-    if leak:
-        kind = "not_causal" if math.isfinite(leak) else "non_finite"
-        if c.guard == "stop":
-            return end_by_guard(run, state["step"], kind, f"later tokens move earlier logits by {leak:.3g}")
-        log.alarm(kind, state["step"], f"later tokens move earlier logits by {leak:.3g}", "going on")
+    if not math.isfinite(leak):
+        return end_by_guard(run, state["step"], "non_finite", "the logits are not finite before the first update")
+    if leak and c.guard == "stop":
+        return end_by_guard(run, state["step"], "not_causal", f"later tokens move earlier logits by {leak:.3g}")
+    if leak and c.guard == "warn":
+        log.alarm("not_causal", state["step"], f"later tokens move earlier logits by {leak:.3g}", "going on")
     evaluated = [row["step"] for row in log.rows if row["event"] == "eval"]
     if c.eval_interval and 0 < state["step"] < c.max_steps and not state["step"] % c.eval_interval and (
             state["step"] not in evaluated):
@@ -838,7 +841,8 @@ def train(c, ranks, stop, log):
             if c.budget_gpu_hours and step > 1 and hours > c.budget_gpu_hours:
                 log.alarm("budget", step, f"the run is going to take {hours:.3g} device-hours, budget_gpu_hours is "
                                           f"{c.budget_gpu_hours:g}", "going on")
-            if verdict := ranks.gather(judge(run))[0]:  # rank 0 judges, all leave before anything is saved
+            verdict = judge(run)
+            if c.guard == "stop" and (verdict := ranks.gather(verdict)[0]):  # all leave before anything is saved
                 return end_by_guard(run, step, verdict.kind, verdict.message)
 
         faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)

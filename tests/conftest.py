@@ -86,7 +86,7 @@ def train(data_dir, out_dir, *words, nproc=0, **options):
 
 def train_here(data_dir, out_dir, *words, report=False):
     """The same inside this process: seconds faster, and tests can reach in. Returns the exit code."""
-    argv, handlers = sys.argv, [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    argv, handlers = sys.argv, [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     start_report = process_script.Log.start_report
     process_script.Log.start_report = start_report if report else lambda log: None
     sys.argv = ["train.py", *TINY, f"--data_dir={data_dir}", f"--out_dir={out_dir}", *map(str, words)]

@@ -165,6 +165,10 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks_and_leave_ignored_target
     assert loss.dtype == torch.float32 and abs(loss.item() / expected.item() - 1) < 1e-6
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    rows, loss_of = [], model.head_loss
+    model.head_loss = lambda h, *rest: (rows.append(len(h)), loss_of(h, *rest))[1]
+    with torch.no_grad():  # nor in an evaluation
+        assert abs(model.eval()(x, y, 0.1).item() / loss.item() - 1) < 1e-6 and max(rows) == -(-48 // chunks)
 
 
 def test_activation_checkpointing_changes_no_gradient():

@@ -586,9 +586,12 @@ def test_names_that_are_no_utf8_and_folders_of_any_name_are_read_in_a_locale_wit
     write(os.fsencode(f"{tmp_path}/docs/docs/") + b"\xb1\xa8.txt", "A file that was named on another system, in GBK.")
     write(f"{tmp_path}/docs/docs/中文.txt", CHINESE)
     write(f"{tmp_path}/docs/a.txt", "Beside a sub-folder that is called as the folder is.")
+    write(f"{tmp_path}/docs/C++/a.txt", "This folder and the next one get one name,")
+    write(f"{tmp_path}/docs/C#/a.txt", "if they are not told apart.")
     run(f"--docs={tmp_path}/docs", f"--data_dir={tmp_path}/data", "--vocab_size=300",
         env=dict(LC_ALL="C", PYTHONUTF8="0"))
-    assert set(meta_of(f"{tmp_path}/data")["splits"]["train"]) == {"my_notes_2020_", "docs", "docs_"}
+    assert set(meta_of(f"{tmp_path}/data")["splits"]["train"]) == {
+        "my_notes_2020_", "docs", "docs_", "C_", "C__"}
     found = everything(f"{tmp_path}/data")
     assert found["A file that was named on another system, in GBK."] == found[CHINESE] == 1
 
@@ -637,7 +640,8 @@ def test_one_document_of_over_two_gigabytes_is_refused_by_name(tmp_path, monkeyp
 def test_bad_bytes_in_another_field_cost_no_document_and_a_lone_carriage_return_ends_a_line():
     assert documents.text_of("x.jsonl:1", b'{"u": "\xe9\xe8", "text": "short and good text"}', "text")[2] == 0
     assert documents.text_of("x.jsonl:1", b'{"u": "\xe9", "text": "short \xe9"}', "text")[2] == 1 / 7
-    assert documents.clean("a b\rc\r\nd", b"a b\rc\r\nd", "prose", Counter())[0] == "a b\nc\nd"
+    for text, then in ("a b\rc d", "a b\nc d"), ("a b\r\r\nc\r\nd", "a b\nc\nd"):
+        assert documents.clean(text, text.encode(), "prose", Counter())[0] == then
 
 
 def test_packed_files_are_read_to_their_end_and_a_cut_one_is_refused_by_name(tmp_path):
@@ -957,13 +961,15 @@ def test_the_probe_keeps_its_deadline_when_looking_up_the_name_blocks(monkeypatc
 @pytest.mark.parametrize("endpoint", ["hf-mirror.invalid", "http://127.0.0.1:1"])  # without its https://; no server
 def test_an_endpoint_that_is_none_is_a_hub_that_cannot_be_used(monkeypatch, endpoint):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     assert documents.hub_problem.__wrapped__().startswith(f"{endpoint}: ")
 
 
 def test_a_recipe_is_what_comes_back_from_disk_and_no_share_of_a_budget_is_nothing():
-    settings = prepare.Config(budget_tokens=1, sources=(dict(name="a", path=ROOT, data_files=("x", "y")),
-                                                        dict(name="b", path=ROOT)))
+    path = f"{ROOT}/config"
+    settings = prepare.Config(budget_tokens=1, sources=(dict(name="a", path=path, data_files=("x", "y")),
+                                                        dict(name="b", path=path)))
     recipe = documents.make_recipe(settings, {})
     assert recipe == json.loads(json.dumps(recipe)) and [s["share_tokens"] for s in recipe["sources"]] == [1, 1]
 

@@ -141,7 +141,7 @@ def broken_on_rank_1(words):
 def test_the_ranks_leave_together_when_one_of_them_has_a_nan_and_it_is_named(data, tmp_path):
     said = forked(2, data, tmp_path, function=broken_on_rank_1, code=3)
     record = prepare.read_json(f"{tmp_path}/run.json")
-    assert (record["status"], record["exit_code"]) == ("guard", 3) and "first non-finite: norm" in said
+    assert (record["status"], record["exit_code"]) == ("guard", 3) and "first non-finite: norm on rank 1" in said
 
 
 def cut_off_on_rank_1(words):
@@ -152,6 +152,29 @@ def cut_off_on_rank_1(words):
         return real(corpus, split, offset, count)
     with mock.patch.object(prepare.Corpus, "read", read):
         branches.work(words)
+
+
+def slow_save(words):
+    """Saving takes longer than a step may."""
+    def write(*args, real=script.write_checkpoint):
+        time.sleep(10)
+        return real(*args)
+    with mock.patch.object(script, "write_checkpoint", write):
+        branches.work(words)
+
+
+def blind_on_rank_1(words):
+    """The log is not seen by rank 1, as on a network file system that shows it late."""
+    def read(*args, real=script.read_log):
+        return [] if os.environ["RANK"] == "1" else real(*args)
+    with mock.patch.object(script, "read_log", read):
+        branches.work(words)
+
+
+def test_a_save_may_take_longer_than_a_step_and_rank_0_alone_says_what_the_log_holds(data, tmp_path):
+    words = "--dist_timeout_s=8", "--max_steps=2", "--save_interval=2"
+    forked(2, data, tmp_path / "out", *words, function=slow_save)
+    assert "finished: " in forked(2, data, tmp_path / "out", *words, function=blind_on_rank_1)
 
 
 def test_what_one_rank_alone_refuses_in_the_middle_of_a_run_is_said(data, tmp_path):

@@ -69,10 +69,11 @@ def said(log, **settings):
 ])
 def test_a_faulty_run_is_stopped_with_exit_3(data_dir, tmp_path, monkeypatch, fault, kind, by, words):
     monkeypatch.setattr(*FAULTS[fault]())
-    assert train_here(data_dir, tmp_path, "--max_steps=300", "--save_interval=2", "--block_size=16", "--n_layer=1",
+    assert train_here(data_dir, tmp_path, "--max_steps=300", "--save_interval=10", "--block_size=16", "--n_layer=1",
                       "--global_batch_tokens=128", "--micro_batch_size=8", "--log_interval=10", *words) == 3
     [stop] = rows(tmp_path, "stop")
-    assert not [row for row in rows(tmp_path, "save") if row["step"] >= stop["step"]]
+    said = [row["step"] for row in rows(tmp_path, "alarm") if row["kind"] == kind][0]
+    assert all(row["step"] < said for row in rows(tmp_path, "save"))
     assert stop["reason"] == "guard" and stop["step"] <= by
     assert kind in [row["kind"] for row in rows(tmp_path, "alarm")]
 

@@ -306,8 +306,57 @@ def test_a_stopped_run_goes_on_bit_for_bit(data_dir, straight, tmp_path, monkeyp
 def test_a_signal_before_the_first_update_ends_at_once_and_saves_nothing(data_dir, tmp_path, monkeypatch, capsys):
     stop_after(monkeypatch, 1)
     assert train_here(data_dir, tmp_path) == 143 and "there was nothing to save" in capsys.readouterr().out
+    assert [row["reason"] for row in rows(tmp_path, "stop")] == ["SIGTERM"]
     assert newest_verified(tmp_path) is None and json.load(open(tmp_path / "run.json"))["status"] == "stopped"
     assert train_here(data_dir, tmp_path, "--max_steps=2") == 0
+
+
+def test_a_lost_connection_is_a_signal_under_torchrun_and_nothing_where_nohup_ignores_it(monkeypatch):
+    kept = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    try:
+        for before, launcher, taken in ((signal.SIG_DFL, "", True), (signal.SIG_IGN, "", False),
+                                        (signal.SIG_IGN, "x", True)):
+            signal.signal(signal.SIGHUP, before)
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher) if launcher else monkeypatch.delenv(
+                "TORCHELASTIC_RUN_ID", raising=False)
+            stop = process.StopSignal()
+            stop.ready = True
+            os.kill(os.getpid(), signal.SIGHUP) if before or taken else None
+            assert stop.signum == (signal.SIGHUP if taken else 0)
+    finally:
+        for s, handler in kept:
+            signal.signal(s, handler)
+
+
+def test_a_clock_that_is_set_right_makes_no_hours(tmp_path, monkeypatch):
+    log, real = process.Log(settings(f"--out_dir={tmp_path}"), process.Ranks()), time.time
+    monkeypatch.setattr(process.time, "time", lambda: real() + 8 * 3600)
+    assert 0 <= log.device_hours() < 0.1
+
+
+def test_neither_a_report_nor_a_sample_that_fails_ends_a_run(data_dir, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    monkeypatch.setattr(process.subprocess, "Popen", fail)
+    monkeypatch.setattr("fluency.fixed_prompts", fail)
+    monkeypatch.setattr(process, "git", lambda *_: None)
+    assert train_here(data_dir, tmp_path, "--eval_interval=4", "--sample_interval=4", report=True) == 0
+    assert "WARNING: no sample at step 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("leak, guard, kind, code", [
+    (1.0, "warn", "not_causal", 0), (1.0, "stop", "not_causal", 3), (math.nan, "stop", "non_finite", 3)])
+def test_a_model_that_sees_its_targets_is_stopped_or_said(data_dir, tmp_path, monkeypatch, leak, guard, kind, code):
+    monkeypatch.setattr(script, "causality_leak", lambda _: leak)
+    assert train_here(data_dir, tmp_path, f"--guard={guard}", "--max_steps=2") == code
+    assert column(tmp_path, "kind", "alarm") == [kind]
+
+
+def test_too_few_lines_for_the_guard_are_said_at_the_start(data_dir, tmp_path, capsys):
+    assert train_here(data_dir, tmp_path / "a", "--log_interval=100") == 0
+    assert "the guard sees 3 lines" in capsys.readouterr().out
+    assert train_here(data_dir, tmp_path / "b", "--log_interval=10") == 0
+    assert "the guard sees" not in capsys.readouterr().out
 
 
 def test_a_final_evaluation_cut_short_is_made_up_for(data_dir, straight, tmp_path, monkeypatch, capsys):
@@ -347,7 +396,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_draws_from_seed_step_and_rank(
     assert drawn[1, 4][0] == drawn[1, 4][1] and len({tuple(found[0]) for found in drawn.values()}) == 3
 
 
-def test_a_killed_process_loses_only_the_steps_since_its_last_save(data_dir, straight, tmp_path):
+def test_a_killed_process_loses_only_the_steps_since_its_last_save(data_dir, straight, tmp_path, monkeypatch):
     process = start("train.py", *TINY, "--dropout=0.1", f"--data_dir={data_dir}", f"--out_dir={tmp_path}",
                     "--max_steps=8", env=dict(PYTHONUNBUFFERED="1"))
     for line in process.stdout:
@@ -358,7 +407,12 @@ def test_a_killed_process_loses_only_the_steps_since_its_last_save(data_dir, str
     with open(tmp_path / "log.jsonl", "a") as f:
         f.write('{"event": "step", "st')
     assert newest_verified(tmp_path)[0] == 4
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # and again before its first line
+        patch.setattr(script, "first_pass", lambda *_: 1 / 0)
+        train_here(data_dir, tmp_path, "--dropout=0.1")
     assert train_here(data_dir, tmp_path, "--dropout=0.1") == 0
+    heard = [json.loads(line)["gpu_hours"] for line in open(tmp_path / "log.discarded.jsonl")]
+    assert rows(tmp_path, "run_start")[-1]["gpu_hours"] > max(heard)
     for key in ("step", "loss", "batch_crc"):
         assert column(tmp_path, key) == column(straight, key)
     assert same_tensors(checkpoint(tmp_path, 8), checkpoint(straight, 8))
@@ -411,8 +465,10 @@ def test_a_resume_lists_what_changed_and_refuses_what_must_not(data_dir, straigh
 def test_a_second_start_into_a_running_folder_is_refused_naming_the_process(data_dir, tmp_path):
     os.makedirs(tmp_path / "out")
     holder = prepare.lock(str(tmp_path / "out"))
+    open(tmp_path / "out" / "hang.rank0.txt", "w").close()
     with pytest.raises(Refused, match=str(os.getpid())):
         train_here(data_dir, tmp_path / "out")
+    assert os.path.exists(tmp_path / "out" / "hang.rank0.txt")  # the running process still needs it
     holder.close()
 
 
@@ -473,6 +529,17 @@ def test_a_damaged_newer_checkpoint_neither_counts_nor_goes_when_old_ones_are_de
         f.write(b"x")
     assert train_here(data_dir, tmp_path, "--save_interval=1", "--keep_last=1", "--max_steps=7") == 0
     assert newest_verified(tmp_path)[0] == 7
+
+
+def test_a_file_without_its_json_never_was_a_checkpoint_it_goes_and_a_renamed_one_is_one(data_dir, tmp_path):
+    assert train_here(data_dir, tmp_path, "--max_steps=4", "--save_interval=2") == 0
+    os.unlink(tmp_path / "ckpt" / "step_00000004.json")
+    assert train_here(data_dir, tmp_path, "--max_steps=6", "--save_interval=6") == 0
+    steps = sorted(name for name in os.listdir(tmp_path / "ckpt") if name.endswith(".pt"))
+    assert steps == ["step_00000002.pt", "step_00000006.pt"]
+    for end in (".pt", ".json"):
+        shutil.copy(tmp_path / "ckpt" / f"step_00000006{end}", tmp_path / f"best{end}")
+    assert load_weights(str(tmp_path / "best.pt"))[2]["step"] == 6
 
 
 def test_weights_are_saved_beside_a_full_checkpoint_and_never_taken_from_an_older_run(data_dir, tmp_path):
