@@ -337,7 +337,8 @@ def plot(runs, path):
     low, high = (min(shown), min(max(shown), 2 * sorted(shown)[len(shown) // 2] + 2)) if len(shown) > 1 else (0, 10)
     low = min(low, high - 1)  # the noise of a flat curve must not look like a slope
     large.set_ylim(low - 0.12 * (high - low), high + 0.06 * (high - low))
-    large.legend(loc="upper right", bbox_to_anchor=(1, 0.92), edgecolor="none")
+    if large.get_legend_handles_labels()[0]:  # a run that was stopped at once has nothing to name
+        large.legend(loc="upper right", bbox_to_anchor=(1, 0.92), edgecolor="none")
     norms = [row["grad_norm"] for run in runs for row in run.steps if row["grad_norm"] is not None]
     small["grad_norm"].set_ylim(0, 1.5 * float(np.quantile(norms, 0.98)) if norms else 1)
     small["grad_norm"].axhline(clip or math.nan, color=GREY, linewidth=1, linestyle=":")

@@ -295,11 +295,12 @@ def write_checkpoint(path, content, step):
     make_folder(folder)
     torch.serialization.set_crc32_options(False)  # sha256 guards the file: 0.57 s instead of 1.40 for 1.3 GB
     try:
-        with open(path + ".tmp", "wb") as f:
+        with open(path + ".tmp", "wb") as f, ThreadPoolExecutor(1) as pool:
             torch.save(content, f)
             f.flush()
+            sha256 = pool.submit(sha256_of, path + ".tmp")  # beside the fsync: a third off the time of a save
             os.fsync(f.fileno())
-        said = dict(bytes=os.path.getsize(path + ".tmp"), sha256=sha256_of(path + ".tmp"), step=step)
+        said = dict(bytes=os.path.getsize(path + ".tmp"), sha256=sha256.result(), step=step)
         with contextlib.suppress(FileNotFoundError):  # of a bad file of the same name
             os.unlink(said_path)
         os.rename(path + ".tmp", path)
