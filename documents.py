@@ -374,7 +374,9 @@ def clean(text, given, kind, tally):
         return new
     data = given
     data = apply("bom", data.removeprefix(b"\xef\xbb\xbf"))
-    data = apply("crlf", data.replace(b"\r\n", b"\n") if b"\n" in data else data.replace(b"\r", b"\n"))
+    lines = data.replace(b"\r\n", b"\n")
+    old_mac = 0 < lines.count(b"\r") > lines.count(b"\n")  # there a carriage return alone ends a line
+    data = apply("crlf", lines.replace(b"\r", b"\n") if old_mac else lines)
     flat = data.translate(BLANK, CONTROLS)
     data = apply("control", data if len(flat) == len(data) else data.translate(None, CONTROLS))
     if kind == "prose" and b" " * 65 in flat:  # found ten times as fast as by the expression

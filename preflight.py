@@ -68,7 +68,8 @@ def estimated_memory(c, s, n_params):
 def free_memory(device):
     """Bytes free on the GPU that has least, or in this machine."""
     if device.type == "cuda":
-        return min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        ask = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"
+        return int(subprocess.check_output([sys.executable, "-c", ask]))  # here it would keep memory on every card
     with open("/proc/meminfo", encoding="utf-8") as f:
         return 1024 * int(f.read().split("MemAvailable:")[1].split()[0])
 

@@ -3,6 +3,8 @@
 train.py is the loop; what surrounds a loop on any machine stands here.
 """
 import contextlib
+import faulthandler
+import glob
 import ctypes
 import datetime
 import importlib.util
@@ -74,7 +76,7 @@ class Ranks:
 def pick_device(c, local_rank):
     """The torch device of this process. Raises Refused where an NVIDIA device is there but CUDA does not work."""
     works = torch.cuda.is_available()
-    if not works and (c.device == "cuda" or (c.device == "auto" and os.path.exists("/dev/nvidia0"))):
+    if not works and (c.device == "cuda" or (c.device == "auto" and glob.glob("/dev/nvidia[0-9]*"))):
         driver = "/proc/driver/nvidia/version"
         seen = open(driver).readline().strip() if os.path.exists(driver) else "no NVIDIA driver"
         raise Refused(f"CUDA does not work: {seen}; torch {torch.__version__} was built for CUDA "
@@ -185,8 +187,13 @@ class Log:
         self.began = time.monotonic()  # a clock that is set right meanwhile must not make hours
         self.elapsed_before = self.hours_before = 0.0
         self.rows, self.run, self.lock, self.alarmed = [], {}, None, {}
-        self.reports, self.reporter, self.hang_file = c.save_interval > 0, None, None
+        self.reports, self.reporter, self.hang_file, self.limit_s = c.save_interval > 0, None, None, c.dist_timeout_s
         self.files, self.waiting = {}, {"train.log": b"", "log.jsonl": b""}
+
+    def alive(self, times=10):
+        """Unless this is called again within dist_timeout_s, 10 times that outside a step, the process ends as hung and
+        its stack is in hang_file."""
+        faulthandler.dump_traceback_later(times * self.limit_s, exit=True, file=self.hang_file or sys.__stderr__)
 
     def open(self, rows, discarded, step):
         """Goes on behind `rows`, the lines on disk: time and device-hours from where an earlier process was last heard
@@ -272,6 +279,10 @@ class Log:
 
     def close(self, status, exit_code):
         """The end in run.json and a last report, if the run ever began; out_dir is free for another process."""
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(OSError):
+            if self.hang_file and os.path.getsize(self.hang_file.name) == 0:
+                os.unlink(self.hang_file.name)
         if self.run:
             self.record(status=status, exit_code=exit_code)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a stop has 30 s under torchrun

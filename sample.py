@@ -233,7 +233,7 @@ def score(c, model, corpus, split, token_bytes):
     run = SimpleNamespace(  # what evaluate needs of a train.Run
         c=SimpleNamespace(micro_batch_size=max(1, SCORED_TOKENS // T), block_size=T), corpus=corpus, model=model,
         ranks=SimpleNamespace(rank=0, world=1, sum=lambda *numbers: numbers), stop=SimpleNamespace(signum=0),
-        token_bytes=token_bytes, device=device,
+        log=SimpleNamespace(alive=lambda: None), token_bytes=token_bytes, device=device,
         autocast=lambda: torch.autocast(device.type, getattr(torch, c.dtype), enabled=c.dtype != "float32"))
     return {name: dict(loss=r["val_loss"], perplexity=r["val_ppl"], bits_per_byte=r["val_bpb"])
             for name, r in evaluate(run, split, math.inf).items()}

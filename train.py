@@ -6,7 +6,6 @@
 The same command again resumes the newest verified checkpoint: same batches, same rates, same numbers.
 """
 import contextlib
-import faulthandler
 import functools
 import json
 import math
@@ -253,6 +252,7 @@ def evaluate(run, split, limit):
         tokens = int(min(source["tokens"], max(1, limit / len(sources))))
         starts = range(0, tokens, T)[run.ranks.rank::run.ranks.world]
         for i in range(0, len(starts), B):
+            run.log.alive()
             x, y = np.full((B, T), corpus.eot_id), np.full((B, T), IGNORE)
             for row, start in enumerate(starts[i:i + B]):
                 y_row = corpus.read(split, source["offset"] + start, min(T, tokens - start))
@@ -548,12 +548,17 @@ def build(c, ranks, stop, log, device, corpus, saved):
 
 def first_pass(run, x, y):
     """One forward and backward that is thrown away, before the first update of every process: then compile time and
-    memory are known, and DDP's buckets final (else a resume on three ranks is not bit-exact). Returns the mean loss."""
+    memory are known, and DDP's buckets final (else a resume on three ranks is not bit-exact). And one of evaluation:
+    torchrun's SIGTERM reaches the compilers too, and a compilation that fails ends the run. Returns the mean loss."""
     before = rng_state(run.device)
     with run.autocast():
         loss = run.ddp(x, y, run.c.label_smoothing)
     loss.backward()
     run.model.zero_grad(set_to_none=True)
+    run.model.eval()
+    with torch.no_grad(), run.autocast():
+        run.model(x, y)
+    run.model.train()
     set_rng_state(before, run.device)
     return loss.item() / y.numel()
 
@@ -614,7 +619,7 @@ def end_by_signal(run, saved_ok):
 def end_by_guard(run, step, kind, message, x=None, y=None):
     """Nothing is updated or saved any more. For a non-finite value: which module made it, in alarm_step_N.json."""
     run.stop.ready = True  # a signal raises its flag only: all ranks leave together
-    faulthandler.dump_traceback_later(10 * run.c.dist_timeout_s, exit=True, file=run.log.hang_file)
+    run.log.alive()
     if x is not None:
         with run.eager(), run.autocast():
             found = first_nonfinite(run.model, *(t.flatten(0, 1)[:, None] for t in (x, y)))  # a window at a time
@@ -678,9 +683,9 @@ def save(run, kind):
 
 
 def begin(c, ranks, stop, log):
-    """All that can refuse, then the record, then the first pass. Returns (run, batches, first batch, hang file), None
-    for a finished run."""
-    faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=sys.__stderr__)
+    """All that can refuse, then the record, then the first pass. Returns (run, batches, first batch), None for a
+    finished run."""
+    log.alive()
     ranks.join(10 * c.dist_timeout_s)  # the others wait while rank 0 saves; a step has its own, shorter limit
     device = ranks.together(pick_device, c, ranks.local_rank)
     if device.type == "cpu":
@@ -693,7 +698,8 @@ def begin(c, ranks, stop, log):
     log.lock = ranks.together(*(open_out_dir, c, start_id) if ranks.rank == 0 else (lambda: None,))
     ranks.together(see_out_dir, c, start_id)
     newest = newest_verified(c.out_dir, ("step",), log.say) if ranks.rank == 0 else None
-    path = ranks.gather(newest and newest[1])[0]  # rank 0 verifies once and tells the others
+    name = ranks.gather(newest and os.path.basename(newest[1]))[0]  # rank 0 verifies once and tells the others
+    path = name and os.path.join(c.out_dir, "ckpt", name)
     # read whole on a CPU, where the moments then serve as they are; mapped on a GPU, where all are copied over
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=device.type == "cuda") if path else None
     c = replace(c, dtype=saved["settings"]["dtype"] if saved and c.dtype == "auto" else pick_dtype(c, device))
@@ -709,7 +715,7 @@ def begin(c, ranks, stop, log):
     del saved  # a mapped file keeps its space on disk when it is deleted
     batches = ranks.together(Batches, corpus, c, ranks, device, run.state["windows"])
     x, y, valid = ranks.together(batches.take)
-    log.hang_file = hang_file = ranks.together(first_files, c, ranks)
+    log.hang_file = ranks.together(first_files, c, ranks)
 
     log.open(rows, discarded, run.state["step"])  # whatever could refuse has been asked: the record begins
     if ranks.rank == 0:
@@ -730,7 +736,7 @@ def begin(c, ranks, stop, log):
             (c.warmup_steps >= c.max_steps, f"warmup_steps={c.warmup_steps}, the whole run: the rate never falls")):
         if holds:
             log.say(f"warning: {warning}")
-    faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
+    log.alive()
     began = time.time()
     initial_loss, first_pass_s = first_pass(run, x[0], y[0]), time.time() - began
     kind = "resume" if path else "scratch" if c.init_from in ("auto", "scratch") else "weights"
@@ -748,14 +754,14 @@ def begin(c, ranks, stop, log):
         {1, min(c.max_steps, max(1, c.warmup_steps)), *(max(1, c.max_steps * i // 4) for i in (1, 2, 3, 4))})))
     if path:
         log.event("resume", run.state["step"], path=path, world_size=ranks.world, changed=changed)
-    return run, batches, (x, y, valid), hang_file
+    return run, batches, (x, y, valid)
 
 
 def train(c, ranks, stop, log):
     """One run from its start, or from its checkpoint, to its end. Returns the exit code."""
     if (begun := begin(c, ranks, stop, log)) is None:
         return 0
-    run, batches, (x, y, valid), hang_file = begun
+    run, batches, (x, y, valid) = begun
     c, state, model, scaler = run.c, run.state, run.model, run.scaler
     n_params, peak = count_parameters(model), c.peak_tflops or PEAK_TFLOPS.get(device_name(run.device), 0)
     interval = []  # (seconds, of them waiting for data) of the steps since the last line, without evaluation and saving
@@ -777,7 +783,7 @@ def train(c, ranks, stop, log):
         run_evaluation(run, c.eval_tokens)  # which a stop had cut short
 
     for step in range(state["step"] + 1, c.max_steps + 1):
-        faulthandler.dump_traceback_later(c.dist_timeout_s, exit=True, file=hang_file)
+        log.alive(1)
         began, rate = time.perf_counter(), learning_rate(step, c)
         logged = step in (1, c.max_steps) or step % c.log_interval == 0
         for optimizer in run.optimizers:
@@ -846,7 +852,7 @@ def train(c, ranks, stop, log):
             if c.guard == "stop" and (verdict := ranks.gather(verdict)[0]):  # all leave before anything is saved
                 return end_by_guard(run, step, verdict.kind, verdict.message)
 
-        faulthandler.dump_traceback_later(10 * c.dist_timeout_s, exit=True, file=hang_file)
+        log.alive()
         final = step == c.max_steps
         if c.save_interval and (stopping or final or step % c.save_interval == 0):
             saved_ok = save(run, "step")
@@ -898,10 +904,6 @@ def main():
         print(f"train.py: {message}", file=sys.stderr)
     finally:
         signal.alarm(0)
-        faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):
-            if log.hang_file and os.path.getsize(log.hang_file.name) == 0:
-                os.unlink(log.hang_file.name)
         log.close(status, code)
     if dist.is_initialized() and code != 1:  # other ranks may be in the middle of an exchange
         dist.destroy_process_group()

@@ -217,6 +217,8 @@ def test_causal_attention_is_the_softmax_over_what_each_query_may_see(T, short, 
 def test_a_model_that_sees_later_tokens_is_noticed(monkeypatch):
     changed = make()
     assert causality_leak(changed) == 0
+    changed.layers[0].register_forward_hook(lambda *a: a[2] + 1e-6 * torch.randn_like(a[2]))  # kernels that vary
+    assert causality_leak(changed) == 0
     monkeypatch.setattr(model, "attend", lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     assert causality_leak(changed) > 1e-3
 

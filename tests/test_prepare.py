@@ -637,10 +637,11 @@ def test_one_document_of_over_two_gigabytes_is_refused_by_name(tmp_path, monkeyp
         list(documents.records(source, f"{tmp_path}/d/b.txt.gz", 0))
 
 
-def test_bad_bytes_in_another_field_cost_no_document_and_a_lone_carriage_return_ends_a_line():
+def test_bad_bytes_in_another_field_cost_no_document_and_carriage_returns_end_the_lines_where_most_do():
     assert documents.text_of("x.jsonl:1", b'{"u": "\xe9\xe8", "text": "short and good text"}', "text")[2] == 0
     assert documents.text_of("x.jsonl:1", b'{"u": "\xe9", "text": "short \xe9"}', "text")[2] == 1 / 7
-    for text, then in ("a b\rc d", "a b\nc d"), ("a b\r\r\nc\r\nd", "a b\nc\nd"):
+    for text, then in (("a b\rc d", "a b\nc d"), ("a b\rc d\re\n", "a b\nc d\ne\n"), ("a b\r\r\nc\r\nd", "a b\nc\nd"),
+                       ("a\rb\nc\n", "ab\nc\n")):
         assert documents.clean(text, text.encode(), "prose", Counter())[0] == then
 
 

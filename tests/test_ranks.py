@@ -295,6 +295,26 @@ def other_node(words):
         branches.work([word for word in words if not word.startswith("--note=")])
 
 
+def other_mount(words):
+    """Rank 1 has the shared out_dir in another place, and nothing where rank 0 has it."""
+    real, (out_dir,) = torch.load, [word[10:] for word in words if word.startswith("--out_dir=")]
+    if os.environ["RANK"] == "1":
+        words = [*words, f"--out_dir={out_dir}.elsewhere"]
+
+    def load(path, **options):
+        assert not isinstance(path, str) or path.startswith(words[-1][10:] + "/")
+        return real(path, **options)
+    with mock.patch.object(torch, "load", load):
+        branches.work(words)
+
+
+def test_nodes_may_have_the_shared_out_dir_in_different_places(data, tmp_path):
+    os.symlink(tmp_path / "out", tmp_path / "out.elsewhere")
+    for steps in 2, 3:
+        forked(2, data, tmp_path / "out", f"--max_steps={steps}", "--save_interval=2", function=other_mount)
+    assert column(tmp_path / "out", "step") == [1, 2, 3] and len(rows(tmp_path / "out", "resume")) == 1
+
+
 def test_a_node_with_another_out_dir_or_with_other_data_is_refused_and_nothing_is_written(data, tmp_path):
     elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
     text = forked(2, data, out, f"--note=--out_dir={elsewhere}", function=other_node, code=2)

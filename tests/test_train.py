@@ -215,6 +215,15 @@ def test_what_torch_compile_lacks_is_named_a_cpu_goes_on_eagerly_and_a_gpu_is_re
         assert rows(tmp_path, "run_start")[0]["compiled"] == "eager"
 
 
+@pytest.mark.parametrize("device", ["/dev/nvidia0", "/dev/nvidia3"])
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(monkeypatch, device):
+    monkeypatch.setattr(process.glob, "glob", lambda pattern: [device])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Refused, match="CUDA does not work"):
+        process.pick_device(settings(), 0)
+    assert process.pick_device(settings("--device=cpu"), 0).type == "cpu"
+
+
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
 def test_out_of_memory_ends_in_one_line_that_names_the_settings(data_dir, tmp_path, monkeypatch, capsys, kind):
     def full(*_):
@@ -261,6 +270,15 @@ def test_evaluation_scores_every_token_once_whatever_the_micro_batch(data_dir, s
     tokens = {n: s["tokens"] for n, s in prepare.Corpus(data_dir).sources("val").items()}
     mean = sum(expected[name][0] * tokens[name] for name in tokens) / sum(tokens.values())
     assert abs(final["val_loss"] / mean - 1) < 1e-5
+
+
+def test_a_long_evaluation_is_no_hang(data_dir, tmp_path, monkeypatch):
+    alive, real, seen = process.Log.alive, script.evaluate, []
+    monkeypatch.setattr(process.Log, "alive", lambda *a: (seen.append(a[1:]), alive(*a))[1])
+    monkeypatch.setattr(script, "evaluate", lambda *a: (seen.clear(), real(*a))[1])
+    assert train_here(data_dir, tmp_path, "--max_steps=1", "--warmup_steps=0", "--micro_batch_size=1") == 0
+    windows = [-(-s["tokens"] // 32) for s in prepare.Corpus(data_dir).sources("val").values()]
+    assert len(seen) == sum(windows) > 10 and set(seen) == {()}
 
 
 def test_evaluating_at_every_step_changes_no_training_loss(data_dir, straight, tmp_path):
@@ -892,6 +910,16 @@ def test_sigterm_under_torchrun_saves_the_step_on_all_ranks(data_dir, tmp_path):
     assert record["status"] == "stopped" and record["exit_code"] == 143
     step, _ = newest_verified(tmp_path)
     assert rows(tmp_path, "stop")[0]["step"] == step == record["steps"] and len(checkpoint(tmp_path, step)["rng"]) == 2
+
+
+def test_whatever_a_run_compiles_it_has_compiled_before_its_first_update(data_dir, tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    graphs, seen, real = torch._dynamo.utils.counters["stats"], [], script.batch_crc
+    graphs.clear()
+    monkeypatch.setattr(script, "batch_crc", lambda *a: (seen.append(graphs["unique_graphs"]), real(*a))[1])
+    assert train_here(data_dir, tmp_path, "--compile=True", "--max_steps=4", "--eval_interval=2",
+                      "--sample_interval=2") == 0
+    assert [graphs["unique_graphs"]] * 4 == seen and seen[0] > 0
 
 
 def test_a_run_compiled_and_one_eager_read_each_others_checkpoints(data_dir, straight, tmp_path, monkeypatch):
