@@ -76,15 +76,15 @@ def saved(out):
 # ---- SIGKILL and power cuts
 
 def test_killed_at_every_operation_of_a_save_and_ten_times_at_random_a_run_loses_nothing(words, tmp_path):
-    words, tally, rng, runs, began = (*words, "--max_steps=50"), Tally(), random.Random(0), 0, time.time()
+    words, tally, rng, runs = (*words, "--max_steps=50"), Tally(), random.Random(0), 0
     assert run(words, tmp_path / "straight")[0] == 0
-    took = time.time() - began
+    took = column(tmp_path / "straight", "elapsed_s", "run_end")[0]
 
     def plans():
         yield dict(at="rename", nth=3, do="kill")  # a checkpoint is there: each save from now on deletes one
         yield from (dict(at="operation", nth=nth, do="kill") for nth in range(1, 14))
         while tally.kills["at random"] < 10:
-            yield rng.uniform(0, took / 2)
+            yield rng.uniform(0, took)
         yield from itertools.repeat(None)
     todo = plans()
     while tally.kills["at random"] < 10:
