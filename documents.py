@@ -82,7 +82,9 @@ def local_files(path):
 
 
 def listed(other):
-    return ", ".join(f"{n:,} {kind}" for kind, n in other.most_common(9))
+    most, rest = other.most_common(9), other.most_common()[9:]
+    more = [f"{sum(n for _, n in rest):,} with {len(rest):,} other endings"] if rest else []
+    return ", ".join([f"{n:,} {kind}" for kind, n in most] + more)
 
 
 def docs_sources(folder):
@@ -222,7 +224,7 @@ def patiently(read, source, path, done=0):
             why = f"source {source['name']}, {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if (not source["hub"] or failures > 5 or status in (401, 403, 404) or isinstance(
                     error, (FileNotFoundError, ValueError, LookupError, RuntimeError))):
-                raise Refused(why) from None
+                raise Refused(why if source["hub"] else f"{why}: mend that file, or take it away") from None
             log.warning("%s; trying again in %d s", why, 2**failures)
             time.sleep(2**failures)
 

@@ -128,6 +128,8 @@ def pair_signs(corpus, tokenizer, source, *groups):
 #   zh, step 640 (loss 7.08) 0.994            0.14        0.96         0.46          fails: its characters still break
 #   13m, step 2100           1  1  0.9998     0.22 0.14 0.32  0.96 0.99 1.01   0.94 0.82 0.82   passes
 #   zh shuffled, step 200    1                0.00        0.95         0.09          fails
+#   40, 70, 100 steps on 2 MB of code, loss 6.4 to 5.8: beyond_chance 0.35 0.27 0.26: passes, and is hardly fluent yet
+#   its like on three sources at loss 7.1: code 0.16, en 0.09: fails
 # The documents' own beyond_chance is 0.29 to 0.61, that of shuffled ones 0.10 at most. The continuations' perplexity is
 # 0.02 to 0.42 of the documents'; 2.4 where temperature 1 with top_k 0 led the demo model astray.
 
@@ -138,7 +140,7 @@ def failures(mine, theirs):
              (mine["perplexity"] > 1.5 * theirs.get("perplexity", float("inf")), "its own text surprises it")]
     if "pairs" in theirs:
         found += [(mine["pairs"] < 0.6 * theirs["pairs"], "neighbours that train text does not have"),
-                  (mine["beyond_chance"] < 0.15 * theirs["beyond_chance"], "its words are in random order"),
+                  (mine["beyond_chance"] < 0.25 * theirs["beyond_chance"], "its words are in random order"),
                   (theirs["beyond_chance"] < 0.1, "train text hardly knows the documents' own neighbours")]
     return [words for holds, words in found if holds]
 

@@ -620,7 +620,7 @@ def main():
     except concurrent.futures.BrokenExecutor:
         sys.exit("prepare.py: a worker process died (out of memory?); the same command continues")
     except OSError as error:
-        raise Refused(f"{error}; nothing old was touched, the same command continues") from None
+        raise Refused(f"{error}; nothing old was touched; once that is mended the same command continues") from None
 
 
 if __name__ == "__main__":

@@ -274,8 +274,8 @@ class Log:
         if self.on and self.reports and (self.reporter is None or self.reporter.poll() is not None):
             script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report.py")
             with contextlib.suppress(OSError):  # no more processes allowed
-                self.reporter = subprocess.Popen([sys.executable, script, self.out_dir], stdout=subprocess.DEVNULL,
-                                                 stderr=subprocess.DEVNULL)
+                self.reporter = subprocess.Popen(["nice", sys.executable, script, self.out_dir],
+                                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def close(self, status, exit_code):
         """The end in run.json and a last report, if the run ever began; out_dir is free for another process."""

@@ -737,6 +737,8 @@ def begin(c, ranks, stop, log):
         if holds:
             log.say(f"warning: {warning}")
     log.alive()
+    if compiled == "compiled":
+        log.say("compiling      a minute or two where this shape is new, seconds later on")
     began = time.time()
     initial_loss, first_pass_s = first_pass(run, x[0], y[0]), time.time() - began
     kind = "resume" if path else "scratch" if c.init_from in ("auto", "scratch") else "weights"

@@ -182,6 +182,7 @@ def test_every_kind_of_file_becomes_documents_of_the_source_of_its_folder(mixed)
 
 def test_a_folder_with_nothing_to_read_is_said_and_left_out(mixed, tmp_path):
     assert "docs/images: nothing to read, passed over: 1 .jpg" in mixed[1]
+    assert documents.listed(Counter({f".{i}": 2 for i in range(20)})).endswith("2 .8, 22 with 11 other endings")
     with pytest.raises(Refused, match="no file that can be read"):
         documents.docs_sources(f"{mixed[0]}/docs/images")
 

@@ -320,8 +320,9 @@ def test_figures_are_of_this_run_whatever_its_folder_and_its_sources_are_called(
     assert row_of(text, "tokens/s") == ["not measured", "384"]  # an estimate of another model
     assert row_of(text, "steps") == ["195 of 1,000"]
     assert report.read_run(path).mishaps[-1][3] == pytest.approx(390 / 3600)  # weights alone resume nothing
-    path = folder(tmp_path / "b", lines(), a_run(), bench=dict(tokens_per_s=400.0, est_hours=1.0, est_tokens=1))
-    assert "| duration | not measured | 5m02s |" in report_of(path)[0]  # an estimate of another length
+    path = folder(tmp_path / "b", lines(), a_run(), bench=dict(
+        tokens_per_s=400.0, est_hours=1.0, est_tokens=500 * a_run()["settings"]["global_batch_tokens"]))
+    assert "| duration | 2h00m | 5m02s |" in report_of(path)[0]  # estimated for half the steps
 
 
 def test_what_several_runs_share_is_paid_once_and_a_report_that_cannot_be_written_is_one_line(tmp_path):

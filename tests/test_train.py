@@ -199,6 +199,7 @@ def test_float16_on_a_cpu_and_bfloat16_train_and_log_the_scale(data_dir, tmp_pat
 @pytest.mark.parametrize("lacks, package", [("compiler", "g++"), ("header", "python3-dev"), ("triton", "triton")])
 def test_what_torch_compile_lacks_is_named_a_cpu_goes_on_eagerly_and_a_gpu_is_refused(
         data_dir, tmp_path, monkeypatch, capsys, lacks, package):
+    import torch._inductor.config  # it keeps the CXX of its import for every later test
     if lacks == "compiler":
         monkeypatch.setenv("CC", "no-such-compiler -O2")
         monkeypatch.setenv("CXX", "no-such-compiler -O2")
@@ -350,6 +351,17 @@ def test_a_clock_that_is_set_right_makes_no_hours(tmp_path, monkeypatch):
     log, real = process.Log(settings(f"--out_dir={tmp_path}"), process.Ranks()), time.time
     monkeypatch.setattr(process.time, "time", lambda: real() + 8 * 3600)
     assert 0 <= log.device_hours() < 0.1
+
+
+def test_the_report_of_a_running_run_leaves_the_processors_to_it(tmp_path):
+    log = process.Log(settings(f"--out_dir={tmp_path}"), process.Ranks())
+    log.start_report()
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    while log.reporter.poll() is None and os.getpriority(os.PRIO_PROCESS, log.reporter.pid) == mine < 19:
+        time.sleep(0.001)
+    assert log.reporter.poll() is None
+    log.reporter.kill()
+    log.reporter.wait()
 
 
 def test_neither_a_report_nor_a_sample_that_fails_ends_a_run(data_dir, tmp_path, monkeypatch, capsys):
