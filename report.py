@@ -157,8 +157,9 @@ def speed(r):
         b = {}  # of another model, or on other devices
     if b.get("global_batch_tokens") not in (None, r.settings.get("global_batch_tokens")):
         b = b | dict(step_ms=None)  # of another step
-    for key in ("est_hours", "est_gpu_hours") if b.get("est_tokens") else ():  # at that rate, for this run's length
-        b = b | {key: b.get(key) and b[key] * r.max_steps * r.settings["global_batch_tokens"] / b["est_tokens"]}
+    tokens = r.max_steps * r.settings.get("global_batch_tokens", 0)
+    for key in ("est_hours", "est_gpu_hours") if tokens and b.get("est_tokens") else ():  # for this run's length
+        b = b | {key: b.get(key) and b[key] * tokens / b["est_tokens"]}
     if b.get("tokens_per_s") and b.get("speedup") and r.tokens_per_s:
         alone = r.tokens_per_s / b["tokens_per_s"] * b["speedup"]
     return {"tokens/s": (b.get("tokens_per_s"), r.tokens_per_s, "{:,.0f}".format),
