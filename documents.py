@@ -224,7 +224,8 @@ def patiently(read, source, path, done=0):
             why = f"source {source['name']}, {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if (not source["hub"] or failures > 5 or status in (401, 403, 404) or isinstance(
                     error, (FileNotFoundError, ValueError, LookupError, RuntimeError))):
-                raise Refused(why if source["hub"] else f"{why}: mend that file, or take it away") from None
+                raise Refused(why + ("" if source["hub"] else ": mend that file or take it away, then --overwrite=True")
+                              ) from None
             log.warning("%s; trying again in %d s", why, 2**failures)
             time.sleep(2**failures)
 

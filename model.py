@@ -91,7 +91,7 @@ def attend(q, k, v, mask):
         return attend_in_blocks(q, k, v)
     if T == 1:  # the heads of a group stand as the queries of their KV head: nothing is expanded
         q = q.reshape(B, n_kv_head, -1, head_dim)
-    elif mask is not None or (q.is_cuda and q.dtype != torch.bfloat16):  # these kernels know no grouped heads
+    elif mask is not None or (q.is_cuda and q.dtype != torch.bfloat16):  # not every kernel groups heads
         k, v = (t.repeat_interleave(n_head // n_kv_head, dim=1) for t in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                        enable_gqa=k.shape[1] != q.shape[1])
@@ -326,8 +326,8 @@ def parameter_groups(model, weight_decay):
 
 @torch.no_grad()
 def causality_leak(model):
-    """How far the logits of early positions move when every later token changes, 0 where that is no more than two
-    passes over the same tokens differ by: the model sees its targets, or it does not."""
+    """How far the logits of early positions move when every later token changes: 0 where that is within ten times what
+    two passes over the same tokens differ by (nothing, with kernels that repeat); else the model sees its targets."""
     T, V, was_training = min(model.shape.block_size, 64), model.shape.vocab_size, model.training
     idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0)).to(model.tok_emb.weight.device)
     other = torch.cat((idx[:, :T // 2], (idx[:, T // 2:] + 1) % V), dim=1)

@@ -274,7 +274,8 @@ class Log:
         if self.on and self.reports and (self.reporter is None or self.reporter.poll() is not None):
             script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report.py")
             with contextlib.suppress(OSError):  # no more processes allowed
-                self.reporter = subprocess.Popen(["nice", sys.executable, script, self.out_dir],
+                nice = ["nice"] if self.run.get("exit_code") is None else []  # the last one has the processors
+                self.reporter = subprocess.Popen([*nice, sys.executable, script, self.out_dir],
                                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def close(self, status, exit_code):
@@ -287,7 +288,8 @@ class Log:
             self.record(status=status, exit_code=exit_code)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a stop has 30 s under torchrun
                 if self.reporter:
-                    self.reporter.wait(10)  # it does not know the end yet
+                    self.reporter.kill()  # it does not know the end yet
+                    self.reporter.wait(10)
                 self.start_report()
                 if self.reporter:
                     self.reporter.wait(10)

@@ -1,5 +1,6 @@
 """The loop: which tokens, which rate, what is logged; stopping, saving and going on as if nothing had happened."""
 import collections
+import fnmatch
 import hashlib
 import json
 import math
@@ -218,7 +219,7 @@ def test_what_torch_compile_lacks_is_named_a_cpu_goes_on_eagerly_and_a_gpu_is_re
 
 @pytest.mark.parametrize("device", ["/dev/nvidia0", "/dev/nvidia3"])
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(monkeypatch, device):
-    monkeypatch.setattr(process.glob, "glob", lambda pattern: [device])
+    monkeypatch.setattr(process.glob, "glob", lambda pattern: fnmatch.filter([device], pattern))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refused, match="CUDA does not work"):
         process.pick_device(settings(), 0)
