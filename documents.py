@@ -82,9 +82,9 @@ def local_files(path):
 
 
 def listed(other):
-    most, rest = other.most_common(9), other.most_common()[9:]
-    more = [f"{sum(n for _, n in rest):,} with {len(rest):,} other endings"] if rest else []
-    return ", ".join([f"{n:,} {kind}" for kind, n in most] + more)
+    kinds = other.most_common()
+    rest = [f"{sum(n for _, n in kinds[9:]):,} with {len(kinds) - 9:,} other endings"] if kinds[9:] else []
+    return ", ".join([f"{n:,} {kind}" for kind, n in kinds[:9]] + rest)
 
 
 def docs_sources(folder):

@@ -332,8 +332,8 @@ def causality_leak(model):
     idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0)).to(model.tok_emb.weight.device)
     other = torch.cat((idx[:, :T // 2], (idx[:, T // 2:] + 1) % V), dim=1)
     model.eval()
-    logits, again, moved = (model(ids)[:, :T // 2] for ids in (idx, idx, other))
-    moved, noise = (logits - moved).norm().item(), (logits - again).norm().item()
+    logits, again, changed = (model(ids)[:, :T // 2] for ids in (idx, idx, other))
+    moved, noise = (logits - changed).norm().item(), (logits - again).norm().item()
     model.train(was_training)
     return 0.0 if moved <= 10 * noise else moved
 

@@ -3,10 +3,10 @@
 train.py is the loop; what surrounds a loop on any machine stands here.
 """
 import contextlib
-import faulthandler
-import glob
 import ctypes
 import datetime
+import faulthandler
+import glob
 import importlib.util
 import json
 import math
@@ -286,10 +286,12 @@ class Log:
                 os.unlink(self.hang_file.name)
         if self.run:
             self.record(status=status, exit_code=exit_code)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a stop has 30 s under torchrun
+            with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # a stop has 30 s under torchrun
                 if self.reporter:
                     self.reporter.kill()  # it does not know the end yet
                     self.reporter.wait(10)
+                    for half in glob.glob(f"{glob.escape(self.out_dir)}/report.*.{self.reporter.pid}.tmp"):
+                        os.unlink(half)
                 self.start_report()
                 if self.reporter:
                     self.reporter.wait(10)

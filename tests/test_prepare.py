@@ -655,7 +655,13 @@ def test_packed_files_are_read_to_their_end_and_a_cut_one_is_refused_by_name(tmp
     batch, = [batch for batch, _, _ in documents.batches(source, documents.files_of(source))]
     assert [raw for _, _, raw in batch] == lines
     write(f"{tmp_path}/s/a.jsonl.gz", packed[:-20])
-    assert "a.jsonl.gz" in run(recipe(tmp_path, sources=[dict(name="s", path=f"{tmp_path}/s")]), code=2)
+    config = recipe(tmp_path, sources=[dict(name="s", path=f"{tmp_path}/s")])
+    said = run(config, code=2)
+    assert "a.jsonl.gz" in said and "take it away, then --overwrite=True" in said
+    os.unlink(f"{tmp_path}/s/a.jsonl.gz")
+    write(f"{tmp_path}/s/b.jsonl", b"".join(lines))
+    assert "--overwrite=True" in run(config, code=2)
+    run(config, "--overwrite=True")
 
 
 def test_train_refuses_data_that_was_cut_or_mixed_up_or_holds_an_id_outside_the_vocabulary(mixed, tmp_path):

@@ -296,7 +296,7 @@ def other_node(words):
 
 
 def other_mount(words):
-    """Rank 1 has the shared out_dir in another place, and nothing where rank 0 has it."""
+    """Rank 1 has the shared out_dir in another place, and each rank loads from its own."""
     real, (out_dir,) = torch.load, [word[10:] for word in words if word.startswith("--out_dir=")]
     if os.environ["RANK"] == "1":
         words = [*words, f"--out_dir={out_dir}.elsewhere"]

@@ -365,6 +365,16 @@ def test_the_report_of_a_running_run_leaves_the_processors_to_it(tmp_path):
     log.reporter.wait()
 
 
+def test_a_report_that_the_end_overtakes_gives_way_to_the_last_one_and_leaves_nothing(tmp_path, monkeypatch):
+    log = process.Log(settings(f"--out_dir={tmp_path}"), process.Ranks())
+    log.run, log.reporter = dict(schema=1), subprocess.Popen(["sleep", "100"])
+    half, others = (tmp_path / f"report.png.{pid}.tmp" for pid in (log.reporter.pid, log.reporter.pid + 1))
+    half.touch(), others.touch()
+    monkeypatch.setattr(process.Log, "start_report", lambda log: (tmp_path / f"ended{log.reporter.poll()}").touch())
+    log.close("finished", 0)
+    assert (tmp_path / "ended-9").exists() and others.exists() and not half.exists()
+
+
 def test_neither_a_report_nor_a_sample_that_fails_ends_a_run(data_dir, tmp_path, monkeypatch, capsys):
     def fail(*_, **__):
         raise BlockingIOError(11, "Resource temporarily unavailable")
