@@ -188,7 +188,8 @@ def test_a_trace_of_three_steps_is_written_on_request(tmp_path):
     trace = tmp_path / "trace.json"
     code, out, err = finish(start_bench(tmp_path, "--seconds=0", f"--profile={trace}"))
     assert code == 0, err
-    assert "aten::mm" in trace.read_text()
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert "aten::mm" in names and len({name for name in names if name.startswith("ProfilerStep#")}) == 3
 
 
 def test_an_interrupted_bench_takes_its_run_along(tmp_path):
